@@ -7,6 +7,7 @@ import pytest
 from support.conformance.fleet import Crew
 from support.conformance.fleet_processes import DistributedWorld, RPCWorld, SocketWorld, WorldCrew
 from support.conformance.fleet_ray import RayCrew
+from support.conformance.rigs import KINDS, rigs
 from support.conformance.table import NONE, SCHEMES
 from support.worker import fork_server
 
@@ -60,8 +61,7 @@ def scheme(any_entry):
 @pytest.fixture
 def ends(any_entry):
     """What it gets to know one worker by; see Ends."""
-    with any_entry.ends() as ends:
-        yield ends
+    return any_entry.ends()
 
 
 @pytest.fixture
@@ -70,3 +70,24 @@ def fleet(entry, crew):
     fleet = entry.fleet(entry, crew)
     yield fleet
     fleet.close()
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    """Each kind of sender and receiver; see rigs.py."""
+    return request.param
+
+
+@pytest.fixture
+def make(kind):
+    """Makes a rig of this kind."""
+    with rigs(kind) as make:
+        yield make
+
+
+@pytest.fixture
+def pipe():
+    """(the trainer's end, the worker's)."""
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        yield ours, theirs

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shmsync import _native
-from support.faults.failpoints import NATIVE, points
+from support.faults.failpoints import native_points, points
 
 
 def test_every_point_is_walked():
@@ -22,12 +22,6 @@ def test_every_point_is_walked():
 def test_this_build_has_them():
     library = Path(_native.__file__).read_bytes()
     assert [name for name in native_points() if name.encode() not in library] == []
-
-
-def native_points():
-    return sorted(
-        name for path in NATIVE.glob("*/*.cpp") for name in re.findall(r'SHMSYNC_FAILPOINT\("(.+)"\)', path.read_text())
-    )
 
 
 @pytest.mark.parametrize("spec", ["commit.current", "commit.current=whatever", "commit.current=kill@0"])

@@ -10,8 +10,15 @@ from support.remote import parts
 @pytest.fixture
 def fleet(start):
     """fleet(2, nodes=...) -> a trainer and workers, see parts.Fleet; they are dead afterwards."""
-    with parts.fleets(start) as new:
-        yield new
+    made = []
+
+    def new(*args, **kwargs):
+        made.append(parts.Fleet(start, *args, **kwargs))
+        return made[-1]
+
+    yield new
+    for each in made:
+        each.end()
 
 
 @pytest.fixture(params=["rpc", "distributed"])

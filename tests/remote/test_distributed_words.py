@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from torch.distributed import HashStore
 
@@ -25,11 +27,16 @@ def ends(store):
         each.close()
 
 
+def post(trainer, worker):
+    """A message that has come, and that nobody has answered."""
+    trainer.send_weights_async("policy", SAMPLE())
+    assert worker.receive_weights() is not None
+
+
 def test_two_words_back_to_back(ends):
     trainer, worker = ends
     for _ in range(3):
-        trainer.send_weights_async("policy", SAMPLE())
-        assert worker.receive_weights() is not None
+        post(trainer, worker)
         worker.send_ack("updated")
         worker.send_ack("done")
         trainer.wait_ack()
@@ -68,8 +75,7 @@ def test_words_come_in_the_order_in_which_they_were_said(ends):
 
 def test_a_wait_for_another_word_leaves_the_next_one(ends):
     trainer, worker = ends
-    trainer.send_weights_async("policy", SAMPLE())
-    assert worker.receive_weights() is not None
+    post(trainer, worker)
     worker.send_ack("updated")
     worker.send_ack("done")
     with pytest.raises(RuntimeError, match="'updated'"):
@@ -77,25 +83,34 @@ def test_a_wait_for_another_word_leaves_the_next_one(ends):
     trainer.check_ack("done")
 
 
+@pytest.mark.parametrize("word", ["updated", "done"])
+def test_check_ack_expects_the_word_that_it_is_given(ends, word):
+    trainer, worker = ends
+    for expected in (word, "another"):
+        post(trainer, worker)
+        worker.send_ack(word)
+        with contextlib.nullcontext() if expected == word else pytest.raises(RuntimeError, match=repr(word)):
+            trainer.check_ack(expected)
+    with pytest.raises(TypeError, match="3"):
+        trainer.check_ack(3)
+
+
 def test_a_late_answer_is_no_word(ends):
     trainer, worker = ends
-    trainer.send_weights_async("policy", SAMPLE())
-    assert worker.receive_weights() is not None
+    post(trainer, worker)
     with pytest.raises(shmsync.AckTimeout):
         trainer.wait_ack(timeout=0.05)
     worker.send_ack("updated")
     worker.send_ack("done")
     trainer.check_ack("done")
-    trainer.send_weights_async("policy", SAMPLE())  # and the next send is answered by its own answer
-    assert worker.receive_weights() is not None
+    post(trainer, worker)  # and the next send is answered by its own answer
     worker.send_ack()
     trainer.wait_ack()
 
 
 def test_the_word_failed_says_no_more_than_that(ends):
     trainer, worker = ends
-    trainer.send_weights_async("policy", SAMPLE())
-    assert worker.receive_weights() is not None
+    post(trainer, worker)
     worker.send_ack("failed")
     with pytest.raises(RuntimeError, match="'failed'"):
         trainer.wait_ack()

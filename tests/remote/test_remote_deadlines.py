@@ -7,19 +7,11 @@ import contextlib
 import pytest
 
 import shmsync
+from support.processes import stopped
 from support.remote import deadlines, members, parts, transports
 
 ALLOWED = 0.1
 TIMEOUT = 0.3
-
-
-@contextlib.contextmanager
-def stopped(worker):
-    worker.stop()
-    try:
-        yield
-    finally:
-        worker.resume()
 
 
 def send_until_applied(group, value):
@@ -50,7 +42,7 @@ def test_a_stopped_host_of_the_store_keeps_no_sender(fleet, start, fan_out):
     keeper = start()
     group = fleet(2, nodes=["a", "b"], home="a").connect("distributed", keeper=keeper).open(fan_out=fan_out)
     group.send(1)
-    with stopped(keeper):
+    with stopped(keeper.pid):
         for call in (deadlines.send, deadlines.send_in_halves):
             assert group.trainer.call(call, TIMEOUT) < ALLOWED
         assert group.trainer.call(deadlines.send_while_another_does, TIMEOUT, 3.0) < ALLOWED
@@ -62,11 +54,9 @@ def test_a_stopped_host_of_the_store_keeps_no_sender(fleet, start, fan_out):
 @pytest.mark.parametrize("timeout", [0.0, TIMEOUT])
 def test_a_stopped_host_of_the_store_keeps_no_worker(fleet, start, call, timeout):
     keeper = start()
-    group = fleet(1).connect("distributed", keeper=keeper)
+    group = fleet(1).connect("distributed", keeper=keeper).open(loop=False)
     (worker,) = group.workers
-    worker.call(members.make_member, 500, loop=False)
-    group.trainer.call(parts.make_sender, "distributed", 1, 500, timeout=members.FOR_EVER)
-    with stopped(keeper):
+    with stopped(keeper.pid):
         assert worker.call(call, timeout) < ALLOWED
     group.trainer.start(parts.send, 3)
     assert worker.call(members.receive, members.FOR_EVER)
@@ -76,12 +66,8 @@ def test_a_stopped_host_of_the_store_keeps_no_worker(fleet, start, call, timeout
 
 @pytest.mark.parametrize("call", [deadlines.send_by_hand, deadlines.send_by_hand_in_halves])
 def test_a_stopped_worker_at_a_transport(fleet, kind, call):
-    group = fleet(1).connect(kind)
-    if kind == "rpc":
-        group.trainer.call(transports.open_rpc_transport)
-    else:
-        group.trainer.call(transports.open_transport, 1)
-    with stopped(group.workers[0]):
+    group = fleet(1).connect(kind).open_transport(None)
+    with stopped(group.workers[0].pid):
         assert group.trainer.call(call, TIMEOUT) < ALLOWED
 
 
@@ -91,7 +77,7 @@ def test_a_stopped_host_of_the_store_at_a_transport(fleet, start):
     (worker,) = group.workers
     for each in group.everybody:
         each.call(transports.open_transport, 1)
-    with stopped(keeper):
+    with stopped(keeper.pid):
         for call in (deadlines.send_by_hand, deadlines.send_by_hand_in_halves, deadlines.send_initial):
             assert group.trainer.call(call, TIMEOUT) < ALLOWED
         assert group.trainer.call(deadlines.use_transport, "check_ack", TIMEOUT) < ALLOWED

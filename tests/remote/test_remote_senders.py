@@ -81,11 +81,7 @@ def test_weights_of_another_model_are_refused_by_name():
 
 
 def test_a_worker_that_gets_weights_of_a_foreign_model_answers_so(fleet, kind):
-    group = fleet(1).connect(kind).open()
-    if kind == "rpc":
-        group.trainer.call(transports.open_rpc_transport, 500)
-    else:
-        group.trainer.call(transports.open_transport, 1)
+    group = fleet(1).connect(kind).open().open_transport()
     with pytest.raises(shmsync.ProtocolError, match="'critic'.*'policy'"):
         group.trainer.call(transports.send_sample, "flat", model_id="critic")
     assert group.send(5) == 1
@@ -93,13 +89,10 @@ def test_a_worker_that_gets_weights_of_a_foreign_model_answers_so(fleet, kind):
 
 
 @pytest.mark.parametrize("make", [RPCWeightSyncScheme, DistributedWeightSyncScheme])
-def test_no_timeout_is_the_default(make):
-    scheme = make(timeout=None)
-    assert scheme.timeout == 60.0
-    with pytest.raises(ValueError, match="timeout"):
-        make(timeout=-1)
+def test_the_default_timeout_is_a_minute_of_the_scheme_and_its_transports(make):
+    scheme = make()
     transport = scheme.create_transport(None)
-    assert transport.timeout == 60.0
+    assert scheme.timeout == transport.timeout == 60.0
     transport.close()
 
 

@@ -77,6 +77,16 @@ def meanwhile(function):
     call.result()
 
 
+@contextlib.contextmanager
+def naming(error, missing, match=None):
+    """The calls inside raise this error, which names these workers, as a list or a set, and no others."""
+    import pytest  # which the processes that tests start do not need
+
+    with pytest.raises(error, match=match) as caught:
+        yield caught
+    assert type(missing)(caught.value.missing) == missing
+
+
 def in_forked_child(function):
     """(exit status, what function() returned) in a fork of this process, which ends without any clean-up."""
     sys.stdout.flush()

@@ -125,7 +125,7 @@ def live_whole_life(state):
         sub.refresh()
 
 
-def sealed_here():
+def sealed_here(state=None):
     """Of sealed weights: how many descriptors this process has, and how many mappings."""
     gc.collect()
     places = descriptors().values(), Path("/proc/self/maps").read_text().splitlines()

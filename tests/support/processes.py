@@ -74,6 +74,16 @@ def resume(pid):
         os.kill(pid, signal.SIGCONT)
 
 
+@contextlib.contextmanager
+def stopped(pid):
+    """It is stopped meanwhile."""
+    stop(pid)
+    try:
+        yield
+    finally:
+        resume(pid)
+
+
 def wait_until_dead(pid):
     """Of a process that somebody else waits for."""
     fd = os.pidfd_open(pid)

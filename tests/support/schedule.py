@@ -13,7 +13,6 @@ CREW = re.compile(r"[\[-](forkserver|fork|spawn|ray|rpc|distributed)[-\]]")
 ONE_RAY = (
     "remote/ray/test_ray_schemes.py",
     "remote/ray/test_ray_modules.py",
-    "remote/ray/test_ray_threads.py",
     "remote/ray/test_ray_interrupts.py",
     "remote/ray/test_ray_tensor_transport.py",
     "remote/ray/test_updaters.py",

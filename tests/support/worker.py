@@ -34,9 +34,9 @@ class RemoteTraceback(Exception):
 
 
 class Worker:
-    def __init__(self, context, between=None):
+    def __init__(self, context, between=None, target=None):
         self.conn, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, between), daemon=True)
+        self.process = context.Process(target=target or serve, args=(theirs, between), daemon=True)
         self.process.start()
         theirs.close()
         self.pid = self.process.pid

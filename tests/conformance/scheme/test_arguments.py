@@ -112,12 +112,11 @@ def test_transport_refuses_a_pipe_under_no_index(index):
 
 @pytest.mark.parametrize("workers", ["a", True, [True], [0.0], 0.0], ids=repr)
 def test_sending_to_no_index_is_refused(entry, workers):
-    scheme = entry.make()
-    with entry.ends() as ends:
+    ends = entry.ends()
+    with entry.make() as scheme:
         scheme.init_on_sender("policy", **ends.sender)
         with pytest.raises(ValueError, match="worker_ids are indices"):
             scheme.get_sender().send(Stamped(1), workers)
-    scheme.shutdown()
 
 
 def test_process_that_nobody_would_look_at_is_refused():
@@ -131,24 +130,23 @@ def test_process_that_nobody_would_look_at_is_refused():
 # ---- the life of a scheme
 
 
-def test_with_ends_the_scheme(any_entry):
-    with any_entry.ends() as ends:
-        with any_entry.make() as scheme:
-            scheme.init_on_sender("policy", **ends.sender)
-            sender = scheme.get_sender()
-            assert sender.worker_ids == [0]
-        for use in (
-            lambda: scheme.init_on_sender("policy", **ends.sender),
-            lambda: scheme.init_on_worker("policy", model=Stamped(), **ends.worker),
-            scheme.get_sender,
-            scheme.get_receiver,
-            scheme.__enter__,
-            lambda: sender.send(Stamped(1)),
-            lambda: sender.send_async(Stamped(1)),
-        ):
-            with pytest.raises(ClosedError, match="was shut down.*make a new one"):
-                use()
-        scheme.shutdown()  # may be repeated
+def test_with_ends_the_scheme(any_entry, ends):
+    with any_entry.make() as scheme:
+        scheme.init_on_sender("policy", **ends.sender)
+        sender = scheme.get_sender()
+        assert sender.worker_ids == [0]
+    for use in (
+        lambda: scheme.init_on_sender("policy", **ends.sender),
+        lambda: scheme.init_on_worker("policy", model=Stamped(), **ends.worker),
+        scheme.get_sender,
+        scheme.get_receiver,
+        scheme.__enter__,
+        lambda: sender.send(Stamped(1)),
+        lambda: sender.send_async(Stamped(1)),
+    ):
+        with pytest.raises(ClosedError, match="was shut down.*make a new one"):
+            use()
+    scheme.shutdown()  # may be repeated
 
 
 def test_receiver_of_a_scheme_that_is_over_says_so(scheme, ends):
@@ -159,8 +157,8 @@ def test_receiver_of_a_scheme_that_is_over_says_so(scheme, ends):
         receiver.receive(timeout=0)
 
 
-def test_with_may_be_nested(any_entry):
-    with any_entry.ends() as ends, any_entry.make() as scheme:
+def test_with_may_be_nested(any_entry, ends):
+    with any_entry.make() as scheme:
         with scheme as same:
             assert same is scheme
         scheme.init_on_sender("policy", **ends.sender)
@@ -193,13 +191,11 @@ def test_shutdown_that_fails_does_not_hide_the_users_error():
         scheme.init_on_sender("policy", pipes=[])
 
 
-def test_copy_of_a_scheme_that_is_over_is_a_new_one(any_entry):
-    with any_entry.ends() as ends:
-        scheme = any_entry.make()
-        scheme.shutdown()
-        with pickle.loads(pickle.dumps(scheme)) as copy:
-            copy.init_on_sender("policy", **ends.sender)
-            assert copy.get_sender().worker_ids == [0]
+def test_copy_of_a_scheme_that_is_over_is_a_new_one(scheme, ends):
+    scheme.shutdown()
+    with pickle.loads(pickle.dumps(scheme)) as copy:
+        copy.init_on_sender("policy", **ends.sender)
+        assert copy.get_sender().worker_ids == [0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

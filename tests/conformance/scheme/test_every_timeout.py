@@ -63,7 +63,8 @@ def timed_methods(kind):
 @contextlib.contextmanager
 def ends_of(entry):
     """Its scheme, transport, sender and receiver."""
-    with entry.ends() as ends, entry.make() as ours, entry.make() as theirs:
+    ends = entry.ends()
+    with entry.make() as ours, entry.make() as theirs:
         ours.init_on_sender("policy", **ends.sender)
         theirs.init_on_worker("policy", model=Stamped(), **ends.worker)
         yield ours, ours.create_transport(ends.transport), ours.get_sender(), theirs.get_receiver()

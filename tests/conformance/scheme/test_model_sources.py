@@ -7,16 +7,8 @@ import pytest
 from shmsync.schemes import WeightStrategy, WeightSyncScheme
 from support.conformance.contexts import Context, Lookup
 from support.conformance.nets import Stamped, ask
-from support.conformance.rigs import KINDS, rigs
 
 UNRELATED = {"string": "mlp", "number": 7, "list": [1, 2], "dict": {"lr": 0.1}, "object": object(), "nothing": None}
-
-
-@pytest.fixture(params=KINDS)
-def make(request):
-    """Makes a rig of this kind."""
-    with rigs(request.param) as make:
-        yield make
 
 
 # ---- prepare_weights() of a subclass

@@ -25,19 +25,13 @@ def numbers(weights):
 
 
 @pytest.mark.parametrize("source", FORMS)
-def test_extracts_a_tensordict_from(source):
-    weights = WeightStrategy("tensordict").extract_weights(FORMS[source](3))
-    assert isinstance(weights, TensorDict)
-    assert sorted(weights.keys(), key=str) == ["count", "layer"]
+@pytest.mark.parametrize("form", ["tensordict", "state_dict"])
+def test_extracts_its_form_from_each(form, source):
+    weights = WeightStrategy(form).extract_weights(FORMS[source](3))
+    assert isinstance(weights, TensorDict if form == "tensordict" else dict)
+    nested = form == "tensordict" or source == "nested dict"  # a dict is a state_dict already
+    assert sorted(weights.keys(), key=str) == (["count", "layer"] if nested else KEYS)
     assert sorted(flat(weights)) == KEYS
-    assert numbers(weights) == {3.0}
-
-
-@pytest.mark.parametrize("source", ["module", "tensordict", "state_dict"])
-def test_extracts_a_state_dict_from(source):
-    weights = WeightStrategy("state_dict").extract_weights(FORMS[source](3))
-    assert isinstance(weights, dict)
-    assert sorted(weights) == KEYS
     assert numbers(weights) == {3.0}
 
 
@@ -73,11 +67,15 @@ def test_applying_none_changes_nothing():
     assert ask(net) == 1
 
 
-def test_applying_writes_in_place():
-    net = Stamped(1)
-    weight, address = net.layer.weight, net.layer.weight.data_ptr()
-    WeightStrategy().apply_weights(net, Stamped(2).state_dict())
-    assert net.layer.weight is weight and weight.data_ptr() == address
+def test_applying_writes_in_place_and_ties_and_buffers_survive():
+    net = Tied(1)
+    weight, address, count = net.layer.weight, net.layer.weight.data_ptr(), net.count
+    WeightStrategy().apply_weights(net, Tied(2).state_dict())
+    assert net.layer.weight is net.tied.weight is weight and weight.data_ptr() == address
+    assert weight.unique().tolist() == [2]
+    assert net.count is count and count.tolist() == [2, 2, 2]
+    assert sorted(dict(net.named_buffers())) == ["cache", "count"]
+    assert net.cache.tolist() == [1, 1]  # a state_dict has no such buffer
 
 
 def test_unknown_form_is_a_value_error():
@@ -118,22 +116,6 @@ def test_refusal_lists_every_problem_and_nothing_was_written(destination):
     assert "mismatched: count is torch.int64 (3,) in the destination but torch.int32 (3,)" in str(refused.value)
     assert "mismatched: layer.weight is torch.float32 (2, 4) in the destination but" in str(refused.value)
     assert numbers(into) == {1.0}
-
-
-def test_buffers_survive():
-    net = Tied(1)
-    count = net.count
-    WeightStrategy().apply_weights(net, Tied(2).state_dict())
-    assert net.count is count and count.tolist() == [2, 2, 2]
-    assert sorted(dict(net.named_buffers())) == ["cache", "count"]
-    assert net.cache.tolist() == [1, 1]  # a state_dict has no such buffer
-
-
-def test_tied_parameters_survive():
-    net = Tied(1)
-    WeightStrategy().apply_weights(net, Tied(2).state_dict())
-    assert net.tied.weight is net.layer.weight
-    assert net.layer.weight.unique().tolist() == [2]
 
 
 def test_one_name_of_a_tied_parameter_is_enough():

@@ -8,7 +8,7 @@ from torch import nn
 from shmsync.errors import ManifestMismatch
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightStrategy
 from support.conformance.nets import Brief, Stamped
-from support.conformance.rigs import KINDS, CallScheme, rigs
+from support.conformance.rigs import CallScheme, rigs
 
 PRECISE = 1.001  # which bfloat16 has not
 
@@ -34,10 +34,10 @@ FORMS = {
 }
 
 
-@pytest.fixture(params=KINDS)
-def make(request):
+@pytest.fixture
+def make(kind):
     """Makes a rig of this kind, whose workers' models are of a given class."""
-    with rigs(request.param) as make:
+    with rigs(kind) as make:
         yield lambda model, **options: make(nets=[model(), model()], **options)
 
 
@@ -107,8 +107,8 @@ def test_cast_and_partial_go_together(make):
         assert (net.layer.weight == torch.tensor(PRECISE).bfloat16()).all()
 
 
-def test_without_a_cast_another_dtype_is_refused_by_name(make, request):
-    if "own" in request.node.name:
+def test_without_a_cast_another_dtype_is_refused_by_name(make, kind):
+    if kind == "own":
         pytest.skip("its worker refuses, and nobody tells the sender")
     rig = make(Brief)
     with pytest.raises(ManifestMismatch, match=r"layer\.weight is torch\.(float32|bfloat16)"):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from tensordict import TensorDict
 
 import shmsync
 from shmsync.errors import ManifestMismatch
+from support.calls import calls_of
 from support.choice import first
 from support.conformance.nets import FORMS, Apart, Brief, Deep, Stamped, Tied, numbers, shared, stamp
 from support.conformance.table import SHM, in_processes, only
@@ -20,18 +19,7 @@ SLOTS = pytest.mark.parametrize("slots", first([1, 3], 1))
 
 def calls(function):
     """How many functions of Python's this calls, itself included."""
-    count = 0
-
-    def called(frame, event, argument):
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(called)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
+    return sum(event == "call" for event, _ in calls_of(function))
 
 
 @SLOTS
@@ -134,6 +122,9 @@ def test_plain_leaves_that_are_one_tensor_refuse_two_values(fleet):
 def test_weights_that_lack_a_leaf_change_nothing(fleet):
     plain = shared(Stamped(0))
     sender = fleet.open(policy_weights={"policy": plain})
+    with pytest.raises(ManifestMismatch, match=r"layer\.weight"):
+        sender.send(Stamped(1, width=9))  # before there is an arena
+    assert numbers(plain) == {0.0}
     sender.send(Stamped(1))
     sender.send(Stamped(2))
     weights = Stamped(3).state_dict()

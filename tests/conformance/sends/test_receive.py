@@ -3,7 +3,7 @@
 import pytest
 
 from shmsync.errors import AckTimeout, ManifestMismatch, WriterDied
-from support.calls import Call
+from support.calls import Call, naming
 from support.conformance import peers
 from support.conformance.nets import Stamped
 from support.conformance.table import over_pipes
@@ -61,8 +61,16 @@ def test_context_gives_the_model(fleet):
     assert fleet.stamps("env.value_net") == [1, 1, 1]
 
 
-def is_a_value_error_on_both_sides(fleet, sender, message):
-    """Worker 1 has nothing to apply weights to: its own receive() raises, and so does the send."""
+@pytest.mark.parametrize(
+    ("join", "message"),
+    [
+        (peers.join_without_model, "no model is registered"),
+        (peers.lose_context, "context that had 'policy' is gone"),
+    ],
+)
+def test_receive_without_a_model_is_a_value_error_on_both_sides(fleet, join, message):
+    sender = fleet.open()
+    fleet.workers[1].call(join, fleet.make(), "policy")
     fleet.hold(1)
     sending = Call(sender.send, Stamped(1))
     if fleet.called:
@@ -72,18 +80,6 @@ def is_a_value_error_on_both_sides(fleet, sender, message):
             fleet.workers[1].call(peers.receive, timeout=60)
     with pytest.raises(ValueError, match=message):
         sending.result()
-
-
-def test_receive_without_a_model_is_a_value_error(fleet):
-    sender = fleet.open()
-    fleet.workers[1].call(peers.join_without_model, fleet.make(), "policy")
-    is_a_value_error_on_both_sides(fleet, sender, "no model is registered")
-
-
-def test_receive_without_its_context_is_a_value_error(fleet):
-    sender = fleet.open()
-    fleet.workers[1].call(peers.lose_context, fleet.make(), "policy")
-    is_a_value_error_on_both_sides(fleet, sender, "context that had 'policy' is gone")
 
 
 def open_but_for_one(fleet, join, *args, **options):
@@ -203,9 +199,8 @@ def test_answer_of_one_model_is_not_counted_for_another_that_nobody_receives(fle
     value = scheme.get_sender()
     value.send_async(Stamped(1), timeout=1)
     assert policy.send(Stamped(1)) == 1
-    with pytest.raises(AckTimeout) as late:
+    with naming(AckTimeout, [0, 1, 2]):
         value.wait_async(timeout=0.1)
-    assert late.value.missing == [0, 1, 2]
     for index in range(3):
         fleet.join(index, scheme, "env.value_net")
     assert value.send(Stamped(2)) == 2

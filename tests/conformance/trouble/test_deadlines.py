@@ -53,16 +53,6 @@ def test_resend_and_send_together_end_at_their_deadlines(fleet, call, trouble):
     check(fleet, fleet.open(timeout=60.0), call, trouble)
 
 
-@pytest.mark.parametrize("call", ["send", "send_async", "wait_async"])
-def test_a_call_beside_a_send_of_another_thread_ends_at_its_deadline(fleet, call):
-    sender = fleet.open(timeout=60.0)
-    sender.send(Stamped(1))
-    fleet.hold(1)
-    said, late = fleet.with_sender(sender, calls.overrun_beside, call, 0.3)
-    assert said == {"WriterBusy"} and late < LATE
-    fleet.release(1)
-
-
 @over_pipes
 @pytest.mark.parametrize("call", CALLS)
 def test_a_full_pipe_does_not_keep_a_send(fleet, call):

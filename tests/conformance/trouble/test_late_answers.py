@@ -20,16 +20,13 @@ from shmsync.schemes import (
     send_together,
 )
 from shmsync.schemes.pipes import multi_model as together
+from support.weights import fill
 
 SCHEMES = [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme]
 
 
 def model(value):
-    made = nn.Linear(2, 2)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.fill_(value)
-    return made
+    return fill(nn.Linear(2, 2), value)
 
 
 class Receiving:

@@ -14,10 +14,11 @@ import pytest
 
 import shmsync
 from shmsync.schemes import MPTransport, MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, send_together
-from support.calls import Call
+from support.calls import Call, naming
 from support.conformance import calls_of_senders as calls
 from support.conformance import peers
 from support.conformance.nets import Stamped
+from support.conformance.rigs import PipeRig
 from support.conformance.table import in_processes, over_pipes
 
 OWN = [(None, "ready"), ("frames", "done"), ("frames", "updated"), (("policy", 2), "registered"), (None, "prepared")]
@@ -55,13 +56,6 @@ def test_a_worker_that_never_stops_talking_holds_no_send_up(fleet):
     assert said == {"AckTimeout"} and late < 0.1
 
 
-@pytest.fixture
-def pipe():
-    ours, theirs = multiprocessing.Pipe()
-    with ours, theirs:
-        yield ours, theirs
-
-
 def sender_of(make, pipe):
     scheme = make(timeout=0.3)
     scheme.init_on_sender("policy", pipes=[pipe])
@@ -84,40 +78,27 @@ def test_a_header_that_no_message_has_is_an_error_that_names_the_worker(pipe, ma
     for _ in range(2):  # it is said again until the worker is registered anew
         sender.send_async(Stamped(1))
         os.write(pipe[1].fileno(), header)
-        with pytest.raises(shmsync.ProtocolError, match="worker 0 has sent bytes that are no message") as raised:
+        with naming(shmsync.ProtocolError, [0], match="worker 0 has sent bytes that are no message"):
             sender.wait_async(timeout=60)
-        assert raised.value.missing == [0]
     scheme.shutdown()
 
 
 @pytest.mark.parametrize("make", SCHEMES)
 def test_the_others_go_on_when_one_sends_garbage(make):
-    pipes = [multiprocessing.Pipe() for _ in range(2)]
-    scheme = make(timeout=60.0)
-    scheme.init_on_sender("policy", pipes=[ours for ours, _ in pipes])
-    sender = scheme.get_sender()
-    receiving = make()
-    net = Stamped(0)
-    receiving.init_on_worker("policy", pipe=pipes[1][1], model=net)
-    os.write(pipes[0][1].fileno(), HEADERS["negative"])
-    worker = Call(receiving.get_receiver().receive, 60)
+    rig = PipeRig(make)
+    os.write(rig.pipes[1].fileno(), HEADERS["negative"])  # worker 0
     with pytest.raises(shmsync.ProtocolError, match="worker 0"):
-        sender.send(Stamped(4))
-    assert worker.result() is True
-    new, other = multiprocessing.Pipe()
-    sender.register_worker(0, new)
-    pipes.append((new, other))
-    joined = make()
-    joined.init_on_worker("policy", pipe=other, model=Stamped(0))
-    workers = [Call(each.get_receiver().receive, 60) for each in (receiving, joined)]
-    sender.send(Stamped(5))
-    assert [each.result() for each in workers] == [True, True]
-    for each in (receiving, joined):
-        each.get_receiver().close()
-    scheme.shutdown()
-    for ends in pipes:
-        for end in ends:
-            end.close()
+        rig.receive_until(Call(rig.sender.send, Stamped(4), timeout=60), [1])
+    rig.receive([1])
+    assert rig.stamps()[1] == 4
+    rig.workers.append(joined := rig.make_scheme())
+    rig.nets[0] = Stamped(0)
+    joined.init_on_worker("policy", model=rig.nets[0], **rig.connect())
+    rig.sender.register_worker(0, rig.pipes[-2])
+    rig.receivers[0] = joined.get_receiver()
+    rig.receive_until(Call(rig.sender.send, Stamped(5), timeout=60))
+    assert rig.stamps() == [5, 5]
+    rig.close()
 
 
 @pytest.mark.parametrize("make", SCHEMES)

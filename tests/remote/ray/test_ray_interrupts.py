@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a call over Ray: every actor stays usable, and the next send is applied with exact values."""
+"""Ctrl-C at any moment of a call over Ray, and two threads in one: every actor stays usable, the next send is exact."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brin
 
 from support.choice import first
 from support.processes import until
-from support.remote import parts, ray_trainer, storms
+from support.remote import parts, ray_trainer, storms, threads
 
-SECONDS = 0.5  # at least; a storm goes on until enough interrupts have landed
 LONGEST = 0.015  # seconds after which one comes at most: a send takes some 5 ms
 
 
@@ -24,9 +23,7 @@ def all_is_well(ray_driver):
 @pytest.mark.parametrize("kind", first(ray_trainer.KINDS))
 def test_in_a_send(ray_driver, kind, how):
     ray_driver.call(ray_trainer.open_sender, kind, 2)
-    landed, others = ray_driver.call(storms.storm_of_sends, how, SECONDS, LONGEST)
-    assert landed > 20
-    assert others == []
+    assert ray_driver.call(storms.storm_of_sends, how, LONGEST) == []
     ray_driver.call(parts.settle)
     all_is_well(ray_driver)
 
@@ -36,9 +33,7 @@ def test_in_a_send(ray_driver, kind, how):
 def test_in_a_send_of_a_transport(ray_driver, kind):
     ray_driver.call(ray_trainer.open_sender, kind, 2)
     ray_driver.call(ray_trainer.open_transport, 60.0)
-    landed, others = ray_driver.call(storms.storm_at_a_transport, SECONDS, LONGEST)
-    assert landed > 20
-    assert others == []
+    assert ray_driver.call(storms.storm_at_a_transport, LONGEST) == []
     all_is_well(ray_driver)
 
 
@@ -46,8 +41,15 @@ def test_in_a_send_of_a_transport(ray_driver, kind):
 @pytest.mark.parametrize("kind", ray_trainer.KINDS)
 def test_in_init_on_sender_and_shutdown(ray_driver, kind):
     ray_driver.call(ray_trainer.open_sender, kind, 2)
-    landed, others = ray_driver.call(ray_trainer.storm_of_beginnings, SECONDS, LONGEST)
-    assert landed > 20
-    assert others == []
+    assert ray_driver.call(ray_trainer.storm_of_beginnings, LONGEST) == []
     all_is_well(ray_driver)
     until(lambda: ray_driver.call(ray_trainer.relays) <= 1)
+
+
+@pytest.mark.parametrize("kind", ["ray", "ray-module"])
+def test_one_transport_in_two_threads(ray_driver, kind):
+    ray_driver.call(ray_trainer.open_sender, kind, 1)
+    ray_driver.call(ray_trainer.open_transport, 20.0)
+    assert ray_driver.call(threads.send_over_one_transport, 2, 10) == [[], []]
+    assert ray_driver.call(threads.refuse_in_the_same_thread) == ["WriterBusy"]
+    assert ray_driver.call(ray_trainer.look)[0][0] == 7.0

@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
-import logging
-import shutil
-
 import pytest
 
 pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brings")
 
 import ray
-from ray.cluster_utils import Cluster
 
 from shmsync import AckTimeout, RayWeightSyncScheme, WorkerDied
 from support import processes
 from support.remote import ray_parts as parts
-from support.remote.one_ray import instead_of_the_last
 
 
 @pytest.fixture
 def cluster():
     """One whose head, where this process is, has no room for the workers."""
-    instead_of_the_last(ray.shutdown)
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    head = {"num_cpus": 1, "object_store_memory": 100 << 20, "_system_config": parts.SYSTEM}
-    made = Cluster(initialize_head=True, head_node_args=head)
-    session = made.head_node.get_session_dir_path()
-    try:
+    with parts.cluster({}) as made:
         ray.init(made.address, **parts.OPTIONS)
         yield made
-    finally:
-        ray.shutdown()
-        made.shutdown()
-        shutil.rmtree(session, ignore_errors=True)
-
-
-def add_node(cluster):
-    return cluster.add_node(num_cpus=1, object_store_memory=100 << 20, resources={"work": 2})
 
 
 def node_of(actor):
@@ -45,7 +27,7 @@ def node_of(actor):
 
 @pytest.mark.full
 def test_workers_that_come_back_on_another_node_get_the_next_weights(cluster):
-    first = add_node(cluster)
+    first = parts.add_node(cluster, {"work": 2})
     scheme = RayWeightSyncScheme(fan_out="node", timeout=60.0)
     actors = parts.start(scheme, 2, resources={"work": 1}, max_restarts=-1)
     scheme.init_on_sender("policy", remote_collectors=actors)
@@ -55,7 +37,7 @@ def test_workers_that_come_back_on_another_node_get_the_next_weights(cluster):
         assert sender.send(parts.net(1.0)) == 1
         before = node_of(actors[0])
         segments = [path for pid in parts.actors_of_class("Relay").values() for path in processes.segments(pid)]
-        second = add_node(cluster)
+        second = parts.add_node(cluster, {"work": 2})
         cluster.remove_node(first, allow_graceful=False)
         errors = 0
         moved = False  # the processes of a node that is lost live on for a moment, and take weights

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import ray
 
 from shmsync import RayActorTransport, RayModuleTransformScheme, RayWeightSyncScheme, WorkerDied
 from support import processes
+from support.calls import naming
 from support.conformance.contexts import Context
 from support.remote import ray_parts as parts
 
@@ -42,15 +42,6 @@ def sender_of(*args, strategy="tensordict", **kwargs):
     scheme = RayModuleTransformScheme(strategy, timeout=math.inf)
     scheme.init_on_sender(MODEL_ID, *args, **kwargs)
     return scheme.get_sender()
-
-
-def test_constructors_take_what_the_api_says():
-    transport = inspect.signature(RayActorTransport).parameters
-    assert list(transport)[:3] == ["actor_ref", "update_method", "tensor_transport"]
-    assert [transport[name].default for name in list(transport)[:3]] == [None, "tensordict", "object_store"]
-    scheme = inspect.signature(RayModuleTransformScheme).parameters
-    assert next(iter(scheme)) == "strategy"
-    assert scheme["strategy"].default == "tensordict"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -135,9 +126,8 @@ def test_a_killed_actor_is_named(crew):
     sender = sender_of(actors=[crew[0], actor])
     sender.send(parts.net(1.0))
     processes.kill(ray.get(actor.pid.remote()))
-    with pytest.raises(WorkerDied) as caught:
+    with naming(WorkerDied, [1]):
         sender.send(parts.net(2.0))
-    assert caught.value.missing == [1]
     assert sender.send(parts.net(3.0)) == 3
     assert ray.get(crew[0].look.remote()) == (3.0, 3)
 

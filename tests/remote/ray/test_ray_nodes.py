@@ -16,6 +16,7 @@ import ray
 
 from shmsync import AckTimeout, ProtocolError, RayWeightSyncScheme, WorkerDied
 from support import processes
+from support.calls import naming
 from support.processes import until
 from support.remote import ray_parts as parts
 
@@ -84,15 +85,11 @@ def everybody(value, version, count=6):
     return [(float(value), version)] * count
 
 
-def test_every_worker_uses_the_newest_weights_after_a_send(crew, sender_to):
+def test_every_worker_uses_the_newest_weights_in_one_slab_of_its_node_that_it_cannot_write(crew, sender_to):
     sender = sender_to(crew)
     for value in (1, 2, 3):
         assert sender.send(model(value)) == value
         assert parts.ask(crew, "look") == everybody(value, value)
-
-
-def test_the_workers_of_a_node_share_one_slab_that_they_cannot_write(crew, sender_to):
-    sender_to(crew).send(model(1))
     used = parts.ask(crew, "used")
     assert {permissions for permissions, _, _ in used} == {"r--s"}
     near, far = ({used[index][1] for index in indices} for indices in (NEAR, FAR))
@@ -133,31 +130,22 @@ def test_one_copy_crosses_to_a_node(nodes, crew, sender_to):
     assert all(count - math.floor(count) < 0.2 for count in copies)
 
 
-def test_a_relay_that_was_killed_is_named_and_replaced_in_the_same_send(crew, sender_to, relay_pid, nodes):
-    sender = sender_to(crew)
-    sender.send(model(1))
-    processes.kill(relay_pid())
-    assert parts.ask(crew, "look") == everybody(1, 1)  # what it had published goes on
-    with pytest.raises(WorkerDied, match=f"the relay on node {nodes['far']}") as caught:
-        sender.send(model(2))
-    assert caught.value.missing == [f"the relay on node {nodes['far']}"]
-    assert caught.value.version == 2
-    assert parts.ask(crew, "look") == everybody(2, 2)
-    relay_pid()
-    assert sender.send(model(3)) == 3
-    assert parts.ask(crew, "look") == everybody(3, 3)
-
-
-def test_a_relay_killed_during_a_send_is_named_and_replaced_in_it(crew, sender_to, relay_pid, nodes):
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_killed_relay_is_named_and_replaced_in_the_same_send(crew, sender_to, relay_pid, nodes, when):
     sender = sender_to(crew)
     sender.send(model(1))
     pid = relay_pid()
-    processes.stop(pid)  # so that it has the weights, and no time to publish them
-    sender.send_async(model(2))
-    processes.kill(pid)
-    with pytest.raises(WorkerDied) as caught:
+    if when == "before":
+        processes.kill(pid)
+        assert parts.ask(crew, "look") == everybody(1, 1)  # what it had published goes on
+        sender.send_async(model(2))
+    else:
+        processes.stop(pid)  # so that it has the weights, and no time to publish them
+        sender.send_async(model(2))
+        processes.kill(pid)
+    with naming(WorkerDied, [f"the relay on node {nodes['far']}"], match=f"the relay on node {nodes['far']}") as caught:
         sender.wait_async()
-    assert caught.value.missing == [f"the relay on node {nodes['far']}"]
+    assert caught.value.version == 2
     assert parts.ask(crew, "look") == everybody(2, 2)
     relay_pid()
     assert sender.send(model(3)) == 3
@@ -167,47 +155,12 @@ def test_a_relay_killed_during_a_send_is_named_and_replaced_in_it(crew, sender_t
 def test_a_stopped_relay_is_late_with_its_workers(crew, sender_to, relay_pid, nodes):
     sender = sender_to(crew)
     sender.send(model(1))
-    pid = relay_pid()
-    processes.stop(pid)
-    try:
-        with pytest.raises(AckTimeout) as caught:
+    with processes.stopped(relay_pid()):
+        with naming(AckTimeout, [*FAR, f"the relay on node {nodes['far']}"]):
             sender.send(model(2), timeout=3)
-        assert caught.value.missing == [*FAR, f"the relay on node {nodes['far']}"]
         assert parts.ask(crew, "look") == everybody(2, 2, 2) + everybody(1, 1, 4)
         sender.send_async(model(3))
-    finally:
-        processes.resume(pid)
     assert sender.wait_async() == 3
-    assert parts.ask(crew, "look") == everybody(3, 3)
-
-
-def test_a_killed_actor_of_the_far_node_is_named_and_left_out(crew, sender_to, tmp_path):
-    (actor,) = parts.start(RayWeightSyncScheme(), size=SIZE, resources={"far": 1})
-    sender = sender_to([*crew, actor])
-    sender.send(model(1))
-    pid = ray.get(actor.pid.remote())
-    actor.hold.remote(str(tmp_path / "never"))
-    sender.send_async(model(2))
-    processes.kill(pid)
-    with pytest.raises(WorkerDied) as caught:
-        sender.wait_async()
-    assert caught.value.missing == [6]
-    assert parts.ask(crew, "look") == everybody(2, 2)
-    assert sender.send(model(3)) == 3
-    assert parts.ask(crew, "look") == everybody(3, 3)
-
-
-def test_a_send_to_part_of_a_node_is_refused(crew, sender_to):
-    sender = sender_to(crew)
-    sender.send(model(1))
-    for chosen in ([0], [2, 3], [0, 1, 2]):
-        with pytest.raises(ValueError, match="share one arena on node"):
-            sender.send(model(2), worker_ids=chosen)
-    assert sender.version == 1
-    assert parts.ask(crew, "look") == everybody(1, 1)
-    assert sender.send(model(2), worker_ids=FAR) == 2
-    assert parts.ask(crew, "look") == everybody(1, 1, 2) + everybody(2, 2, 4)
-    assert sender.send(model(3)) == 3
     assert parts.ask(crew, "look") == everybody(3, 3)
 
 
@@ -270,15 +223,11 @@ def test_plain_weights_for_a_worker_that_shares_are_refused(crew, sender_to):
 def test_a_send_does_not_wait_for_rays_head_beyond_its_deadline(crew, sender_to):
     sender = sender_to(crew)  # which knows nobody's node yet
     head = parts.head_pid()
-    processes.stop(head)
-    try:
-        with pytest.raises(AckTimeout) as caught:
+    with processes.stopped(head):
+        with naming(AckTimeout, list(range(6))):
             sender.send(model(1), timeout=1.0)
-        assert caught.value.missing == list(range(6))
         soon = threading.Timer(1.0, processes.resume, [head])
         soon.start()
         version = sender.send(model(2))  # which has no deadline, and waits for the head
-    finally:
-        processes.resume(head)
     soon.join()
     assert parts.ask(crew, "look") == everybody(2, version)

@@ -29,14 +29,6 @@ def send_from_threads(sender, threads, rounds):
     return sorted(pair for call in calls for pair in call.result())
 
 
-def send_beside(sender, timeout):
-    """What sends and waits of this thread say while another thread is inside send(), and how late they say it."""
-    other = Call(outcome_of, sender, "send", 2.0)
-    until_waits(other, "send")
-    here = [outcome_of(sender, name, timeout) for name in ("send", "send_async", "wait_async")]
-    return here, other.result()
-
-
 def send_in_handler(sender, timeout):
     """What a send says in a signal handler that has interrupted a send of the same thread; and what that one says."""
     inner = []

@@ -113,10 +113,6 @@ class Fleet:
         """Do these workers have what was sent to them? Where weights come beside the test's calls, wait for it."""
         return self.stamps(workers=workers) == stamps
 
-    def send_and_change(self, sender, name):
-        """As the function, where the trainer is."""
-        return self.with_sender(sender, send_and_change, name)
-
     def with_sender(self, sender, function, *args):
         """function(sender, *args), where the trainer is."""
         return function(sender, *args)

@@ -7,7 +7,7 @@ import os
 import tempfile
 from functools import partial
 
-from support.conformance import remote_peers, remote_trainer
+from support.conformance import peers, remote_peers, remote_trainer
 from support.conformance.fleet import RemoteFleet, can_go_on
 from support.conformance.remote_trainer import Remote
 from support.worker import Worker, fork_server, nothing
@@ -60,7 +60,7 @@ class RPCWorld(World):
 
 
 class DistributedWorld(World):
-    between = staticmethod(remote_peers.receive_between_calls)
+    between = staticmethod(peers.receive_until_called)
 
     def connect(self):
         self.everybody(remote_peers.join_process_group, self.trainer.call(remote_peers.host_store, SIZE))

@@ -32,7 +32,8 @@ class Process:
 class RayWorker(Worker):
     """An actor that is driven like the processes of the suite."""
 
-    def __init__(self, actor):
+    def __init__(self, ray, actor):
+        self._ray = ray
         self.actor = actor
         self.busy = False
         self.process = None
@@ -40,10 +41,8 @@ class RayWorker(Worker):
 
     def wait(self):
         """Until it has started."""
-        import ray
-
         if self.process is None:
-            self.pid = ray.get(self._answer)
+            self.pid = self._ray.get(self._answer)
             self.process = Process(self.pid)
 
     def start(self, function, *args, **kwargs):
@@ -51,11 +50,9 @@ class RayWorker(Worker):
         self._answer = self.actor.call.options(concurrency_group="calls").remote(function, args, kwargs)
 
     def result(self):
-        import ray
-
         try:
-            ok, value, trace = ray.get(self._answer)
-        except ray.exceptions.RayActorError:
+            ok, value, trace = self._ray.get(self._answer)
+        except self._ray.exceptions.RayActorError:
             self.process.join()
             raise Gone(-9) from None
         self.busy = False
@@ -64,19 +61,15 @@ class RayWorker(Worker):
         return value
 
     def done(self):
-        import ray
-
-        return bool(ray.wait([self._answer], timeout=0)[0])
+        return bool(self._ray.wait([self._answer], timeout=0)[0])
 
     def kill(self):
         os.kill(self.pid, 9)
         self.process.join()
 
     def end(self):
-        import ray
-
         self.resume()
-        ray.kill(self.actor)
+        self._ray.kill(self.actor)
         self.process.join()
         self.process.close()
 
@@ -85,7 +78,7 @@ class RayCrew:
     """A Ray of its own, and actors that one test after the other uses: one takes seconds to start."""
 
     def __init__(self):
-        ray = pytest.importorskip("ray", reason="this entry needs Ray, which shmsync[ray] brings")
+        self._ray = ray = pytest.importorskip("ray", reason="this entry needs Ray, which shmsync[ray] brings")
         instead_of_the_last(ray.shutdown)
         ray.init(
             address="local",
@@ -100,7 +93,7 @@ class RayCrew:
         self._idle = [self._start() for _ in range(4)]
 
     def _start(self):
-        return RayWorker(self._class.remote())
+        return RayWorker(self._ray, self._class.remote())
 
     def take(self):
         worker = self._idle.pop(0)
@@ -114,9 +107,7 @@ class RayCrew:
         self._idle.append(worker)
 
     def close(self):
-        import ray
-
-        ray.shutdown()
+        self._ray.shutdown()
         for worker in self._idle:
             if worker.process is not None:
                 worker.process.close()

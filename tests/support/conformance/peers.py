@@ -27,12 +27,12 @@ from support.faults.interrupts import alarms
 
 
 def receive_until_called(state):
-    """What a worker does while the test asks nothing of it."""
+    """What a worker does while the test asks nothing of it. One without a pipe receives now and then."""
     if not hasattr(state, "models"):
         start_over(state)
     try:
         while state.receivers and not state.held:
-            ready = connection.wait([state.conn, state.pipe])
+            ready = connection.wait([state.conn, state.pipe]) if state.pipe else connection.wait([state.conn], 0.003)
             for receiver in state.receivers.values():  # before the call: what was sent earlier is applied earlier
                 receiver.receive(timeout=0)
             if state.conn in ready:
@@ -225,16 +225,8 @@ def raw_detach(state):
 # ---- memory
 
 
-def is_writable(state):
-    """May this process write to the pages where the model's weights are?"""
-    return "w" in mapping_of_weights(state)[0]
-
-
-def inode_of_weights(state):
-    return mapping_of_weights(state)[1]
-
-
 def mapping_of_weights(state):
+    """(permissions, inode, path) of the pages where the model's weights are."""
     return holdings.mapping_at(state.models["policy"].layer.weight.data_ptr())
 
 
@@ -325,11 +317,6 @@ def meet(state, make, timeout):
     scheme.init_on_sender("policy", pipes=state.pipes)
     with contextlib.suppress(shmsync.AckTimeout):
         shmsync.schemes.send_together({scheme: Stamped(1)}, timeout=timeout)
-
-
-def sealed(state):
-    """Of sealed weights: how many descriptors this process has, and how many mappings."""
-    return holdings.sealed_here()
 
 
 def stop_when_prepared(state):

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from shmsync.examples.socket_transport import serve as serve_weights
+from torch import distributed
+from torch.distributed import rpc
 
 from shmsync.schemes.remote.packed_weights import stamp_of
 from support.conformance import peers
@@ -113,28 +115,12 @@ def die(state):
 # ---- processes of a world; see fleet_processes.py
 
 
-def receive_between_calls(state):
-    """What a worker of torch.distributed does while the test asks nothing of it: it receives now and then."""
-    if not hasattr(state, "models"):
-        peers.start_over(state)
-    try:
-        while state.receivers and not state.held:
-            for receiver in state.receivers.values():
-                receiver.receive(timeout=0)
-            if state.conn.poll(0.003):
-                return
-    except Exception as error:
-        state.held, state.error = True, error
-
-
 def name_node(state, node):
     if node is not None:
         os.environ["SHMSYNC_NODE"] = node
 
 
 def join_rpc(state, rank, size, path):
-    from torch.distributed import rpc
-
     state.using = threading.Lock()
     Collector.state = state
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}", rpc_timeout=60)
@@ -149,15 +135,11 @@ def serve_sockets(state):
 
 def host_store(state, size):
     """The trainer has the store; its port."""
-    from torch import distributed
-
     state.store = distributed.TCPStore("127.0.0.1", 0, size, True, wait_for_workers=False)
     return state.store.port
 
 
 def join_process_group(state, rank, size, port):
-    from torch import distributed
-
     if rank:
         state.store = distributed.TCPStore("127.0.0.1", port, size, False)
     store = distributed.PrefixStore("group", state.store)
@@ -166,6 +148,4 @@ def join_process_group(state, rank, size, port):
 
 def begin_rank(state, index, rank, number):
     """Be this worker, with keys of the store that no other test has."""
-    from torch import distributed
-
     begin(state, index, store=distributed.PrefixStore(f"test{number}", state.store), rank=rank)

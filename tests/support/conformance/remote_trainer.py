@@ -6,6 +6,8 @@ import io
 from functools import partial
 
 import torch
+from torch import distributed
+from torch.distributed import rpc
 
 from support.conformance.remote_peers import Collector
 
@@ -23,18 +25,14 @@ def _unpacked(data):
 # ---- in the trainer
 
 
-def init_sender(state, key, scheme, model_id, given, context_class):
+def init_sender(state, key, scheme, model_id, given):
     """`given`: what init_on_sender() gets; a partial is a function of the state that makes it here."""
-    context = None if context_class is None else context_class()
     given = {name: value(state) if isinstance(value, partial) else value for name, value in given.items()}
-    scheme.init_on_sender(model_id, context, **given)
-    schemes = vars(state).setdefault("schemes", {})
-    schemes[key] = scheme, context
+    scheme.init_on_sender(model_id, **given)
+    vars(state).setdefault("schemes", {})[key] = scheme
 
 
 def infos(ranks, model_id, state):
-    from torch.distributed import rpc
-
     state.infos = vars(state).get("infos", {})
     state.infos[model_id] = [rpc.get_worker_info(f"rank{rank}") for rank in ranks]
     return state.infos[model_id]
@@ -47,14 +45,10 @@ def rrefs(ranks, model_id, state):
 
 
 def _collector(rank, model_id):
-    from torch.distributed import rpc
-
     return rpc.remote(f"rank{rank}", Collector, args=(model_id,))
 
 
 def change_roster(state, model_id, index, rank):
-    from torch.distributed import rpc
-
     state.infos[model_id][index] = rpc.get_worker_info(f"rank{rank}")
     state.rrefs[model_id][index] = _collector(rank, model_id)
 
@@ -70,22 +64,17 @@ def change_address(state, model_id, index, address):
 
 
 def store(number, state):
-    from torch import distributed
-
     return distributed.PrefixStore(f"test{number}", state.store)
 
 
 def register_rank(state, key, index, rank, number):
-    state.schemes[key][0].get_sender().register_worker(index, (store(number, state), rank))
+    state.schemes[key].get_sender().register_worker(index, (store(number, state), rank))
 
 
-def use_sender(state, key, context, name, packed):
+def use_sender(state, key, name, packed):
     """Call a method of the sender, or get an attribute: does it return, what, and the cause of what it raises."""
-    scheme, here = state.schemes[key]
-    if context is not None:
-        vars(here).update(_unpacked(context))
     try:
-        found = getattr(scheme.get_sender(), name)
+        found = getattr(state.schemes[key].get_sender(), name)
         if packed is not None:
             args, kwargs = _unpacked(packed)
             found = found(*args, **kwargs)
@@ -95,12 +84,12 @@ def use_sender(state, key, context, name, packed):
 
 
 def with_sender(state, key, function, *args):
-    return function(state.schemes[key][0].get_sender(), *args)
+    return function(state.schemes[key].get_sender(), *args)
 
 
 def shut_down(state, key):
     if key in vars(state).get("schemes", {}):
-        state.schemes.pop(key)[0].shutdown()
+        state.schemes.pop(key).shutdown()
 
 
 # ---- in the test
@@ -117,11 +106,9 @@ class Remote:
         self.key = next(self._keys)
         self._sender = None
 
-    def init_on_sender(self, model_id, context=None, **given):
-        self.trainer.call(
-            init_sender, self.key, self.scheme, model_id, given, None if context is None else type(context)
-        )
-        self._sender = Sender(self.trainer, self.key, context)
+    def init_on_sender(self, model_id, **given):
+        self.trainer.call(init_sender, self.key, self.scheme, model_id, given)
+        self._sender = Sender(self.trainer, self.key)
 
     def get_sender(self):
         return self._sender
@@ -138,16 +125,14 @@ def _same(scheme):
 
 
 class Sender:
-    """Passes everything on to the trainer's sender. The trainer's context has what the test's has at that time."""
+    """Passes everything on to the trainer's sender."""
 
-    def __init__(self, trainer, key, context):
+    def __init__(self, trainer, key):
         self._trainer = trainer
         self.key = key
-        self._context = context
 
     def _use(self, name, packed=None):
-        context = None if self._context is None else _packed(vars(self._context))
-        returned, value, cause = self._trainer.call(use_sender, self.key, context, name, packed)
+        returned, value, cause = self._trainer.call(use_sender, self.key, name, packed)
         if not returned:
             raise value from cause
         return value

@@ -173,8 +173,6 @@ class Rig:
     def close(self):
         for scheme in (self.scheme, *self.workers):
             scheme.shutdown()
-        for pipe in self.pipes:
-            pipe.close()
 
 
 class BoxRig(Rig):
@@ -184,10 +182,6 @@ class BoxRig(Rig):
 
     def addresses(self):
         return {"pipes": self.pipes}
-
-    def close(self):
-        self.pipes = []
-        super().close()
 
 
 class PipeRig(Rig):
@@ -208,6 +202,11 @@ class PipeRig(Rig):
         self.receivers.append(worker.get_receiver())
         return net
 
+    def close(self):
+        super().close()
+        for pipe in self.pipes:
+            pipe.close()
+
 
 class CallRig(Rig):
     """A scheme for several machines."""
@@ -221,10 +220,6 @@ class CallRig(Rig):
 
     def receive(self):
         """Weights are applied as they come."""
-
-    def close(self):
-        self.pipes = []
-        super().close()
 
 
 KINDS = {

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,54 +32,49 @@ class Ends(NamedTuple):
     """What a scheme gets to know one worker by, for tests that send nothing.
 
     sender, worker: what init_on_sender() and init_on_worker() get; transport: what create_transport() gets.
-    needed, contradiction: what the error says when the sender gets nothing, or num_workers=2 too.
+    name: of the argument that brings the workers.
+    needed: what the error says when the sender gets nothing.
     connected: what check_connection() says.
     """
 
     sender: dict[str, Any]
     worker: dict[str, Any]
     transport: Any
+    name: str
     needed: str
-    contradiction: str
     connected: Callable[[], bool] = lambda: True
 
+    @property
+    def contradiction(self) -> str:
+        """What the error says when the sender gets num_workers=2 too."""
+        return f"num_workers is 2 but there are 1 {self.name}"
 
-@contextlib.contextmanager
-def a_pipe() -> Iterator[Ends]:
+
+def a_pipe() -> Ends:
     ours, theirs = multiprocessing.Pipe()
-    sender, worker = {"pipes": [ours]}, {"pipe": theirs}
-    yield Ends(sender, worker, ours, "pipes must be given", "num_workers is 2 but there are 1 pipes")
-    ours.close()
-    theirs.close()
+    return Ends({"pipes": [ours]}, {"pipe": theirs}, ours, "pipes", "pipes must be given")
 
 
-@contextlib.contextmanager
-def an_actor(name: str) -> Iterator[Ends]:
+def an_actor(name: str) -> Ends:
     ray = pytest.importorskip("ray", reason="this entry needs Ray, which shmsync[ray] brings")
-    contradiction = f"num_workers is 2 but there are 1 {name}"
     connected = ray.is_initialized if name == "remote_collectors" else lambda: False  # there is no actor
-    yield Ends({name: [None]}, {}, None, f"{name} must be given", contradiction, connected)
+    return Ends({name: [None]}, {}, None, name, f"{name} must be given", connected)
 
 
-@contextlib.contextmanager
-def an_rpc_worker() -> Iterator[Ends]:
+def an_rpc_worker() -> Ends:
     sender = {"collector_infos": [None], "collector_rrefs": [None], "collector_class": object}
-    contradiction = "num_workers is 2 but there are 1 collector_infos"
-    yield Ends(sender, {}, (None, None, None), "collector_infos must be given", contradiction, lambda: False)
+    needed = "collector_infos must be given"
+    return Ends(sender, {}, (None, None, None), "collector_infos", needed, lambda: False)
 
 
-@contextlib.contextmanager
-def a_rank() -> Iterator[Ends]:
+def a_rank() -> Ends:
     store = distributed.HashStore()
     sender, worker = {"store": store, "ranks": [1]}, {"store": store, "rank": 1}
-    needed = "give ranks= or num_workers"
-    yield Ends(sender, worker, (store, 1), needed, "num_workers is 2 but there are 1 ranks", lambda: False)
+    return Ends(sender, worker, (store, 1), "ranks", "give ranks= or num_workers", lambda: False)
 
 
-@contextlib.contextmanager
-def an_address() -> Iterator[Ends]:
-    contradiction = "num_workers is 2 but there are 1 addresses"
-    yield Ends({"addresses": [None]}, {}, None, "addresses must be given", contradiction)
+def an_address() -> Ends:
+    return Ends({"addresses": [None]}, {}, None, "addresses", "addresses must be given")
 
 
 class Entry(NamedTuple):
@@ -90,7 +84,7 @@ class Entry(NamedTuple):
     fleet: connects it with workers; what the tests need of it is in Fleet.
     alone: options with which each worker can be reached without the others.
     crews: the kinds of workers it runs over; see the fixture `crew`.
-    ends: gives Ends, in a with statement.
+    ends: gives Ends.
     """
 
     name: str
@@ -98,7 +92,7 @@ class Entry(NamedTuple):
     fleet: Any = PipeFleet
     alone: dict[str, Any] = {}  # noqa: RUF012
     crews: tuple[str, ...] = ("forkserver", "fork", "spawn")
-    ends: Callable[[], Any] = a_pipe
+    ends: Callable[[], Ends] = a_pipe
 
     @property
     def scheme(self) -> Any:

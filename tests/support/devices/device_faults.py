@@ -31,30 +31,32 @@ def the_trainer_does_not_follow_copies(patch, device):
 
 
 def weights_of_the_host_are_read_later(patch, device):
-    begin, aside = DeviceWrites.__init__, CopyPlan.aside
-
-    def begin_and_tell(writes, place, *rest):
-        begin(writes, place, *rest)
-        device.own = place.stream
-
-    patch.setattr(DeviceWrites, "__init__", begin_and_tell)
+    aside = CopyPlan.aside
+    _tell_own_stream(patch, device)
     patch.setattr(CopyPlan, "aside", lambda plan, staging: device.own.give(lambda: aside(plan, staging)))
 
 
 def _some_follow_nobody(patch, device, forgotten):
     """`forgotten(later, first, own)`: is this order taken away? `own`: the stream of the publisher's copies."""
-    follow, begin = device.follow, DeviceWrites.__init__
-
-    def begin_and_tell(writes, place, *rest):
-        begin(writes, place, *rest)
-        device.own = place.stream
+    follow = device.follow
 
     def follow_or_not(later, first):
         if not forgotten(later, first, getattr(device, "own", None)):
             follow(later, first)
 
-    patch.setattr(DeviceWrites, "__init__", begin_and_tell)
+    _tell_own_stream(patch, device)
     patch.setattr(device, "follow", follow_or_not)
+
+
+def _tell_own_stream(patch, device):
+    """device.own becomes the stream of the publisher's copies."""
+    begin = DeviceWrites.__init__
+
+    def begin_and_tell(writes, place, *rest):
+        begin(writes, place, *rest)
+        device.own = place.stream
+
+    patch.setattr(DeviceWrites, "__init__", begin_and_tell)
 
 
 FAULTS: dict[str, Callable[[Any, Any], None]] = {

@@ -8,6 +8,7 @@ code; what real drivers do not notice, but is wrong, fails an assertion.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import mmap
 import random
@@ -55,6 +56,21 @@ class _Memory:
         self.size = size
         self.pages = mmap.mmap(-1, size)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.pages))
+
+
+def recorded(*nothing, name=None):
+    """A call of CUDA that is noted under this name, its own by default. When it fails it does nothing, and gives its
+    code and `nothing`."""
+
+    def decorate(function):
+        @functools.wraps(function)
+        def call(self, *arguments):
+            code = self._called(name or function.__name__, *arguments)
+            return (code, *nothing) if code else function(self, *arguments)
+
+        return call
+
+    return decorate
 
 
 class Proxy:
@@ -156,12 +172,10 @@ class Proxy:
             return self._wrong(self.code), None
         return Code(0), SimpleNamespace(uuid=SimpleNamespace(bytes=self.world.uuids[self.visible[device]]))
 
+    @recorded(None)
     def relax(self):
-        code = self._called("relax")
-        if code:
-            return code, None
         before, self.modes.relaxed = getattr(self.modes, "relaxed", False), True
-        return code, before
+        return Code(0), before
 
     def restore(self, mode):
         self._called("restore", mode)
@@ -169,15 +183,13 @@ class Proxy:
         self.modes.relaxed = mode
         return Code(0), True
 
+    @recorded(None, None)
     def cudaMemGetInfo(self):
-        code = self._called("cudaMemGetInfo")
         used = sum(size for gpu, size, _ in self.allocations.values() if gpu == self.side.here)
-        return (code, None, None) if code else (code, MEMORY - used, MEMORY)
+        return Code(0), MEMORY - used, MEMORY
 
+    @recorded(None)
     def cudaMalloc(self, size):
-        code = self._called("cudaMalloc", size)
-        if code:
-            return code, None
         gpu = self.side.here
         if size % BLOCK == 0:
             memory = _Memory(size)
@@ -187,7 +199,7 @@ class Proxy:
             address = memory.address + at
             self._small[gpu] = (memory, at + -(-size // 512) * 512)
         self.allocations[address] = (gpu, size, memory)
-        return code, address
+        return Code(0), address
 
     def _synchronize(self):
         """Both frees wait for the device, with real drivers too."""
@@ -196,10 +208,8 @@ class Proxy:
         for stream in list(self._defaults.values()):
             stream.record().done.wait()
 
+    @recorded()
     def cudaFree(self, address):
-        code = self._called("cudaFree", address)
-        if code:
-            return (code,)
         self._synchronize()
         if address not in self.allocations:
             return (self._wrong(1),)
@@ -207,41 +217,34 @@ class Proxy:
         for handle, (shared, _) in list(self.world.exported.items()):
             if shared is memory:
                 del self.world.exported[handle]
-        return (code,)
+        return (Code(0),)
 
+    @recorded(None)
     def cudaHostAlloc(self, size, flags):
-        code = self._called("cudaHostAlloc", size, flags)
-        if code:
-            return code, None
         memory = _Memory(size)
         self.hosted[memory.address] = memory
-        return code, memory.address
+        return Code(0), memory.address
 
+    @recorded()
     def cudaFreeHost(self, address):
-        code = self._called("cudaFreeHost", address)
-        if not code:
-            self._synchronize()
-            del self.hosted[address]
-        return (code,)
+        self._synchronize()
+        del self.hosted[address]
+        return (Code(0),)
 
+    @recorded(b"")
     def cudaIpcGetMemHandle(self, address):
-        code = self._called("cudaIpcGetMemHandle", address)
-        if code:
-            return code, b""
         if address not in self.allocations:
             return self._wrong(1), b""
         memory = self.allocations[address][2]
         for handle, (shared, _) in self.world.exported.items():
             if shared is memory:
-                return code, handle
+                return Code(0), handle
         handle = next(self.world.numbers).to_bytes(64, "little")
         self.world.exported[handle] = memory, self.pid
-        return code, handle
+        return Code(0), handle
 
+    @recorded(0)
     def cudaIpcOpenMemHandle(self, handle):
-        code = self._called("cudaIpcOpenMemHandle", handle)
-        if code:
-            return code, 0
         memory, pid = self.world.exported.get(handle, (None, None))
         if memory is None:
             return self._wrong(1), 0
@@ -250,76 +253,66 @@ class Proxy:
         if memory.address in self.mappings:
             return self._wrong(208), 0
         self.mappings[memory.address] = memory
-        return code, memory.address  # the whole block's beginning
+        return Code(0), memory.address  # the whole block's beginning
 
+    @recorded()
     def cudaIpcCloseMemHandle(self, address):
-        code = self._called("cudaIpcCloseMemHandle", address)
-        if not code:
-            del self.mappings[address]
-        return (code,)
+        del self.mappings[address]
+        return (Code(0),)
 
+    @recorded(None)
     def cudaStreamCreateWithFlags(self, flags):
-        code = self._called("cudaStreamCreateWithFlags", flags)
-        if code:
-            return code, None
         assert flags == 1, "the stream would wait for the default stream"
         handle = next(self._handles)
         self.streams[handle] = self.side.here, Stream(self, handle)
-        return code, handle
+        return Code(0), handle
 
+    @recorded()
     def cudaStreamDestroy(self, stream):
-        code = self._called("cudaStreamDestroy", stream)
-        if not code:
-            del self.streams[stream]
-        return (code,)
+        del self.streams[stream]
+        return (Code(0),)
 
     def cudaStreamQuery(self, stream):
         return (self._called("cudaStreamQuery", stream),)
 
+    @recorded(None)
     def cudaStreamIsCapturing(self, stream):
-        code = self._called("cudaStreamIsCapturing", stream)
-        return (code, None) if code else (code, int(stream in self.capturing))
+        return Code(0), int(stream in self.capturing)
 
+    @recorded(None)
     def cudaEventCreateWithFlags(self, flags):
-        code = self._called("cudaEventCreateWithFlags", flags)
-        if code:
-            return code, None
         handle = next(self._handles)
         self.events[handle] = [self.side.here, None]
-        return code, handle
+        return Code(0), handle
 
+    @recorded()
     def cudaEventDestroy(self, event):
-        code = self._called("cudaEventDestroy", event)
-        if not code:
-            del self.events[event]
-        return (code,)
+        del self.events[event]
+        return (Code(0),)
 
     def _gpu_of(self, stream):
         return self.side.here if stream == 0 else self.streams[stream][0]
 
+    @recorded()
     def cudaEventRecord(self, event, stream):
-        code = self._called("cudaEventRecord", event, stream)
-        if code:
-            return (code,)
         if not self.side.here == self._gpu_of(stream) == self.events[event][0]:
             return (self._wrong(400),)
         if stream in self.capturing:
-            return (code,)  # recorded into the graph
+            return (Code(0),)  # recorded into the graph
         self.events[event][1] = self.stream_of(stream).record()
-        return (code,)
+        return (Code(0),)
 
+    @recorded()
     def cudaStreamWaitEvent(self, stream, event, flags):
-        code = self._called("cudaStreamWaitEvent", stream, event, flags)
-        if not code:
-            if stream in self.capturing:
-                return (self._wrong(905),)
-            recorded: Event = self.events[event][1]
-            self.stream_of(stream).give(lambda: recorded.done.wait() and None)
-        return (code,)
+        if stream in self.capturing:
+            return (self._wrong(905),)
+        then: Event = self.events[event][1]
+        self.stream_of(stream).give(lambda: then.done.wait() and None)
+        return (Code(0),)
 
+    @recorded()
     def cudaEventQuery(self, event):
-        code = self._called("cudaEventQuery", event)
-        return (code,) if code or self.events[event][1].done.is_set() else (Code(600),)
+        return (Code(0 if self.events[event][1].done.is_set() else 600),)
 
     def _place(self, address, size):
         """Does this lie in memory that a stream of this process may copy?"""
@@ -327,22 +320,19 @@ class Proxy:
         known += [(base, memory.size) for base, memory in (*self.hosted.items(), *self.mappings.items())]
         return any(base <= address and address + size <= base + whole for base, whole in known)
 
+    @recorded()
     def cudaMemcpyAsync(self, to, source, size, stream):
-        code = self._called("cudaMemcpyAsync", to, source, size, stream)
-        if code:
-            return (code,)
         if not (self._place(to, size) and self._place(source, size)):
             return (self._wrong(1),)
         half = size // 2
         for at, many in ((0, half), (half, size - half)):
             self.stream_of(stream).give(lambda at=at, many=many: ctypes.memmove(to + at, source + at, many) and None)
-        return (code,)
+        return (Code(0),)
 
+    @recorded()
     def cuLaunchHostFunc(self, stream, function, ticket):
-        code = self._called("cuLaunchHostFunc", stream, function)
-        if not code:
-            self.stream_of(stream).give(lambda: on_a_drivers_thread(function, ticket))
-        return (code,)
+        self.stream_of(stream).give(lambda: on_a_drivers_thread(function, ticket))
+        return (Code(0),)
 
 
 class StandInTorch:

@@ -46,12 +46,15 @@ AROUND = [
 NATIVE = Path(__file__).parents[3] / "native"
 
 
+def native_points():
+    """The names of the failpoints of the native core."""
+    paths = (*NATIVE.glob("src/*.cpp"), *NATIVE.glob("bind/*.cpp"))
+    return {name for path in paths for name in re.findall(r'SHMSYNC_FAILPOINT\("([^"]+)"\)', path.read_text())}
+
+
 def points():
     """The names of all failpoints."""
-    found = set()
-    for path in (*NATIVE.glob("src/*.cpp"), *NATIVE.glob("bind/*.cpp")):
-        found.update(re.findall(r'SHMSYNC_FAILPOINT\("([a-z_.]+)"\)', path.read_text()))
-    return found | {name for *_, before, after in AROUND for name in (before, after) if name}
+    return native_points() | {name for *_, before, after in AROUND for name in (before, after) if name}
 
 
 def wrapped(function, before, after):

@@ -13,16 +13,14 @@ import ctypes
 import errno
 import faulthandler
 import gc
-import os
 import random
 import re
 import sys
 import traceback
 from collections import Counter
-from pathlib import Path
 
 import shmsync
-from support.processes import descriptors
+from support.holdings import holdings
 
 ERRORS = {
     "open": "EMFILE ENFILE ENOMEM EINTR EACCES",
@@ -114,19 +112,15 @@ class Scenario:
         """Close what lasts."""
 
 
-def holdings():
-    gc.collect()
-    targets = [re.sub(r"torch_[\d_]+", "torch", target) for target in descriptors().values()]
-    return {
-        "descriptors": Counter(target.partition(":")[0] for target in targets),
-        "mappings": Path("/proc/self/maps").read_text().count("memfd:shmsync"),
-        "segment mappings": Path("/proc/self/maps").read_text().count("/dev/shm/shmsync."),
-        "segments": sorted(e for e in os.listdir("/dev/shm") if e.startswith(f"shmsync.{os.getpid()}-")),
-    }
+def held():
+    """As holdings(), with the descriptors counted by kind."""
+    found = holdings(None)
+    targets = [re.sub(r"torch_[\d_]+", "torch", target) for target in found["descriptors"]]
+    return {**found, "descriptors": Counter(target.partition(":")[0] for target in targets)}
 
 
 def grown(before, after):
-    counts = [(after[key], before[key]) for key in ("mappings", "segment mappings")]
+    counts = [(after[key], before[key]) for key in ("mappings", "slabs")]
     counts += [(count, before["descriptors"][kind]) for kind, count in after["descriptors"].items()]
     return any(now > then for now, then in counts) or after["segments"] != before["segments"]
 
@@ -202,7 +196,7 @@ def inject(scenario, count, seed):
     gc.collect()
     gc.freeze()  # the million objects of torch are nobody's garbage
     run(scenario, ("open", 0, 0))
-    before, failures, outcomes = holdings(), [], {}
+    before, failures, outcomes = held(), [], {}
     for case in found:
         text = f"{case[0]} number {case[2]} fails with {errno.errorcode[case[1]]}"
         print(f"  {text}", flush=True)
@@ -216,7 +210,7 @@ def inject(scenario, count, seed):
             break  # nothing is certain any more
         finally:
             faulthandler.cancel_dump_traceback_later()
-        after = holdings()
+        after = held()
         if grown(before, after):
             failures.append(f"{text}: {outcome}, but it leaks\n  before {before}\n  after  {after}")
         before = after

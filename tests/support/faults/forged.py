@@ -18,7 +18,6 @@ FIELDS = (
     "ready", "slab_handle", "pad",
 )  # fmt: skip
 CURRENT, STATE, NOTIFY, WAITING, ASKED = 256, 264, 268, 272, 276
-SEQ = 384  # of slot 0; 128 bytes from one slot to the next
 
 
 def packed(fields):

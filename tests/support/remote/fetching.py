@@ -8,7 +8,6 @@ import logging
 from shmsync.schemes.remote import relay
 from shmsync.schemes.remote.packed_weights import PackedWeights
 from shmsync.schemes.remote.weight_server import WeightServer
-from support.remote.members import members
 
 MANY = 500_000  # features of a model: 8 MB
 
@@ -43,8 +42,3 @@ def kept_packed(state):
 def relays_here(state):
     """How many relays this process hosts."""
     return len(relay._hosted)
-
-
-def came(state):
-    """What calls have brought."""
-    return members["policy"].came

@@ -46,7 +46,6 @@ class Member:
         self.errors = []
         self.gates = deque()  # each holds one call back
         self.entered = threading.Semaphore(0)
-        self.trouble = None
         members[name] = self
 
     @staticmethod
@@ -57,8 +56,6 @@ class Member:
             gate = self.gates.popleft()
             self.entered.release()
             gate.wait()
-        if self.trouble is not None:
-            raise Trouble(self.trouble)
         self.receiver.apply_weights(weights)
         self.applied.append(self.receiver.version)
 
@@ -150,10 +147,6 @@ def wait_held(state):
 
 def let_go(state):
     members["policy"].gate.set()
-
-
-def make_trouble(state, text):
-    members["policy"].trouble = text
 
 
 def take_unanswered(state):

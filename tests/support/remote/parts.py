@@ -25,6 +25,7 @@ from shmsync import DistributedWeightSyncScheme, RPCWeightSyncScheme
 from shmsync.schemes.remote.distributed import rank_sender
 from support.conformance.contexts import Context
 from support.processes import remove_segments
+from support.remote import transports
 from support.remote.members import FOR_EVER, Member, linear, look, make_collector, make_member
 from support.weights import fill
 from support.worker import Worker, serve
@@ -63,12 +64,20 @@ class Fleet:
             worker.result()
         return self
 
-    def open(self, size=500, **options):
-        """Make the scheme, with its sender and its receivers."""
+    def open(self, size=500, *, loop=True, **options):
+        """Make the scheme, with its sender and its receivers. `loop`: do ranks receive by themselves?"""
         if self.kind == "distributed":
             for worker in self.workers:
-                worker.call(make_member, size, **options)
+                worker.call(make_member, size, loop, **options)
         self.trainer.call(make_sender, self.kind, len(self.workers), size, **{"timeout": FOR_EVER, **options})
+        return self
+
+    def open_transport(self, size=500, timeout=FOR_EVER):
+        """The trainer has a transport to worker 0, which has a receiver for a model of this size; RPC: or a Keeper."""
+        if self.kind == "rpc":
+            self.trainer.call(transports.open_rpc_transport, size, timeout)
+        else:
+            self.trainer.call(transports.open_transport, 1, timeout=timeout)
         return self
 
     def send(self, value, **kwargs):
@@ -87,35 +96,15 @@ class Fleet:
             remove_segments(worker.pid)
 
 
-@contextlib.contextmanager
-def fleets(make):
-    """fleet(2, nodes=...) -> a Fleet. They are dead afterwards."""
-    made = []
-
-    def new(*args, **kwargs):
-        made.append(Fleet(make, *args, **kwargs))
-        return made[-1]
-
-    try:
-        yield new
-    finally:
-        for fleet in made:
-            fleet.end()
-
-
 class ElsewhereWorker(Worker):
     """In a process namespace of its own, as on another machine: its pid says nothing to others there."""
 
     def __init__(self, context):
-        self.conn, theirs = context.Pipe()
-        self.process = context.Process(target=serve_elsewhere, args=(theirs,), daemon=True)
-        self.process.start()
-        theirs.close()
+        super().__init__(context, target=serve_elsewhere)
         self.pid = self.conn.recv()
-        self.busy = False
 
 
-def serve_elsewhere(conn):
+def serve_elsewhere(conn, between):
     libc = ctypes.CDLL(None, use_errno=True)
 
     def checked(result):
@@ -133,7 +122,7 @@ def serve_elsewhere(conn):
     checked(libc.mount(None, b"/", None, 0x44000, None))  # MS_REC | MS_PRIVATE: the next ones are seen here alone
     checked(libc.mount(b"proc", b"/proc", b"proc", 0, None))
     checked(libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, None))
-    serve(conn)
+    serve(conn, between)
     os._exit(0)
 
 

@@ -56,18 +56,29 @@ def one_node():
 @contextlib.contextmanager
 def two_nodes():
     """The same as two nodes, "near" with this process on it, and "far". Gives their ids by these names."""
+    with cluster({"near": 100}) as made:
+        add_node(made, {"far": 100})
+        ray.init(made.address, **OPTIONS)
+        yield {name: node["NodeID"] for node in ray.nodes() for name in ("near", "far") if name in node["Resources"]}
+
+
+def add_node(made, resources):
+    return made.add_node(num_cpus=1, object_store_memory=256 << 20, resources=resources)
+
+
+@contextlib.contextmanager
+def cluster(resources):
+    """Nodes on this machine, of which there is only the head yet, with these resources. ray.init() is the caller's."""
     instead_of_the_last(ray.shutdown)
     logging.getLogger("ray").setLevel(logging.ERROR)
-    near = {"num_cpus": 1, "object_store_memory": 256 << 20, "resources": {"near": 100}, "_system_config": SYSTEM}
-    cluster = Cluster(initialize_head=True, head_node_args=near)
-    session = cluster.head_node.get_session_dir_path()
+    head = {"num_cpus": 1, "object_store_memory": 256 << 20, "resources": resources, "_system_config": SYSTEM}
+    made = Cluster(initialize_head=True, head_node_args=head)
+    session = made.head_node.get_session_dir_path()
     try:
-        cluster.add_node(num_cpus=1, object_store_memory=256 << 20, resources={"far": 100})
-        ray.init(cluster.address, **OPTIONS)
-        yield {name: node["NodeID"] for node in ray.nodes() for name in ("near", "far") if name in node["Resources"]}
+        yield made
     finally:
         ray.shutdown()
-        cluster.shutdown()
+        made.shutdown()
         shutil.rmtree(session, ignore_errors=True)
 
 
@@ -259,6 +270,16 @@ def traffic():
     """By node: (bytes of objects made in its store, bytes that its store got from other nodes, rounded up to CHUNK)."""
     begins = {log: log.stat().st_size for log in Path(_session(), "logs").glob("raylet*.out")}
     return dict(_traffic(log, begin) for log, begin in begins.items())
+
+
+def objects_of_three(send):
+    """How many objects of the size of a net() three calls of `send(net)` put into the store of the only node."""
+    send(net(1.0))  # with what is made once
+    ((before, _),) = traffic().values()
+    for value in (2.0, 3.0, 4.0):
+        send(net(value))
+    ((after, _),) = traffic().values()
+    return (after - before) / ((SIZE + 1) * SIZE * 4)  # and Ray's own small objects, and the layout of the weights
 
 
 def _traffic(log, begin):

@@ -45,15 +45,15 @@ def look(state):
     return ray_parts.ask(state.actors, "look")
 
 
-def storm_of_beginnings(state, seconds, longest):
-    """init_on_sender(), a send and shutdown(), interrupted: (how often, other errors)."""
+def storm_of_beginnings(state, longest):
+    """init_on_sender(), a send and shutdown(), interrupted; other errors."""
 
     def begin():
         scheme = make_scheme(state)
         scheme.get_sender().send()
         scheme.shutdown()
 
-    return storm(begin, seconds, longest)
+    return storm(begin, longest)
 
 
 def relays(state):

@@ -14,24 +14,26 @@ from support.remote.threads import filled
 from support.weights import fill
 
 ENOUGH = 20  # interrupts that land
+SECONDS = 0.5  # of a storm
 
 
-def storm(action, seconds, longest):
-    """Call it again and again, interrupted in its first `longest` seconds: (how often it was, other errors).
+def storm(action, longest):
+    """Call it again and again, interrupted in its first `longest` seconds; its other errors.
 
     So many seconds, and on a busy machine longer, until enough of them have come in the middle of a call.
     """
-    others, end = [], time.monotonic() + seconds
+    others, end = [], time.monotonic() + SECONDS
     with alarms(pressed=True) as interrupted:
         while (left := end - time.monotonic()) > 0 or (interrupted.landed <= ENOUGH and left > -PATIENCE / 4):
             try:
                 interrupted(action, longest)
             except Exception as error:
                 others.append(f"{type(error).__name__}: {error}")
-    return interrupted.landed, others
+    assert interrupted.landed > ENOUGH
+    return others
 
 
-def storm_of_sends(state, how, seconds, longest=0.004):
+def storm_of_sends(state, how, longest=0.004):
     values = iter(range(1, 10**9))
 
     def whole():
@@ -44,27 +46,27 @@ def storm_of_sends(state, how, seconds, longest=0.004):
             state.sender.send_async()
         state.sender.wait_async()
 
-    return storm({"send": whole, "send_async": halves}[how], seconds, longest)
+    return storm({"send": whole, "send_async": halves}[how], longest)
 
 
-def storm_at_a_transport(state, seconds, longest=0.003):
+def storm_at_a_transport(state, longest=0.003):
     weights = filled(state, 3.0).state_dict()
-    return storm(lambda: state.transport.send_weights("policy", weights), seconds, longest)
+    return storm(lambda: state.transport.send_weights("policy", weights), longest)
 
 
-def storm_of_receipts(state, seconds):
-    """(landed, others, the versions that the model had, in order)."""
+def storm_of_receipts(state):
+    """(other errors, the versions that the model had, in order)."""
     receiver, versions = members["policy"].receiver, []
 
     def receive():
         receiver.receive(0.05)
         versions.append(receiver.version)
 
-    return *storm(receive, seconds, 0.004), versions
+    return storm(receive, 0.004), versions
 
 
-def storm_of_beginnings(state, seconds):
-    """init_on_sender() and shutdown() of schemes that nobody hears of; the number of threads before and after."""
+def storm_of_beginnings(state):
+    """init_on_sender() and shutdown() of schemes that nobody hears of: (other errors, how many threads there were)."""
     before = threading.active_count()
 
     def begin():
@@ -73,15 +75,14 @@ def storm_of_beginnings(state, seconds):
         scheme.get_sender().send_async({"none": linear(10).weight[:0].detach()})
         scheme.shutdown()
 
-    landed, others = storm(begin, seconds, 0.002)
-    return landed, others, before
+    return storm(begin, 0.002), before
 
 
 def make_model(state):
     state.model = linear(500)
 
 
-def storm_of_initial_weights(state, seconds):
+def storm_of_initial_weights(state):
     """Nobody receives meanwhile."""
     values = iter(range(1, 10**9))
 
@@ -89,17 +90,17 @@ def storm_of_initial_weights(state, seconds):
         with contextlib.suppress(TimeoutError):  # an interrupt in a finalizer is lost
             send_initial(state, float(next(values)))
 
-    return storm(send, seconds, 0.003)
+    return storm(send, 0.003)
 
 
-def storm_of_initial_receipts(state, seconds):
+def storm_of_initial_receipts(state):
     """Nobody sends meanwhile."""
 
     def receive():
         with contextlib.suppress(TimeoutError):
             state.transport.receive_initial_weights()
 
-    return storm(receive, seconds, 0.003)
+    return storm(receive, 0.003)
 
 
 def send_initial(state, value):

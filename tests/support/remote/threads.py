@@ -6,7 +6,7 @@ import copy
 import time
 
 from support.calls import Call
-from support.remote.members import FOR_EVER, linear
+from support.remote.members import linear
 from support.weights import fill
 
 
@@ -15,19 +15,17 @@ def all_at_once(*functions):
     return [call.result() for call in [Call(function) for function in functions]]
 
 
-def repeated(call, rounds, timeout):
-    """A function that makes the call so often: (the names of what it raised, by how much one outlived its time)."""
+def repeated(call, rounds):
+    """A function that makes the call so often: what it raised."""
 
     def run():
-        raised, over = [], 0.0
+        raised = []
         for number in range(rounds):
-            began = time.monotonic()
             try:
                 call(number)
             except Exception as error:
                 raised.append(f"{type(error).__name__}: {error}")
-            over = max(over, time.monotonic() - began - timeout)
-        return raised, over
+        return raised
 
     return run
 
@@ -37,17 +35,10 @@ def filled(state, value):
     return fill(copy.deepcopy(state.model), value)
 
 
-def send_in_threads(state, count, rounds, timeout):
-    """One sender, in so many threads."""
-    model = filled(state, 5.0)
-    call = repeated(lambda _: state.sender.send(model, timeout=timeout), rounds, timeout)
-    return all_at_once(*[call] * count)
-
-
-def send_over_one_transport(state, count, rounds, timeout):
+def send_over_one_transport(state, count, rounds):
     """One transport without a sender, in so many threads."""
     weights = filled(state, 5.0).state_dict()
-    call = repeated(lambda _: state.transport.send_weights("policy", weights), rounds, timeout)
+    call = repeated(lambda _: state.transport.send_weights("policy", weights), rounds)
     return all_at_once(*[call] * count)
 
 
@@ -56,7 +47,7 @@ def send_two_models(state, rounds):
     one, other = state.senders
 
     def call(sender, size):
-        return repeated(lambda number: sender.send(linear(size, float(number))), rounds, FOR_EVER)
+        return repeated(lambda number: sender.send(linear(size, float(number))), rounds)
 
     return all_at_once(call(one, 500), call(other, 300))
 

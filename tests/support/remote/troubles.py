@@ -14,7 +14,6 @@ from shmsync.schemes.remote.distributed.distributed_scheme import DistributedCar
 from shmsync.schemes.remote.distributed.rank_worker import Inbox
 from shmsync.schemes.remote.packed_weights import Announcement, Stamp
 from shmsync.schemes.remote.rpc.rpc_scheme import RPCTransport
-from support.calls import outcome
 from support.processes import wait_until_dead
 from support.remote.members import Trouble, members
 from support.weights import fill
@@ -106,9 +105,3 @@ class Extra(nn.Linear):
 
 def send_what_only_the_trainer_can_unpickle(state):
     state.sender.send(Extra(500, 4))
-
-
-def use_after_shutdown(state):
-    """The name of the error."""
-    state.scheme.shutdown()
-    return outcome(state.sender.send)

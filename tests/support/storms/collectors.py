@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from functools import partial
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from torch import nn
 import shmsync
 from shmsync.collectors import MultiprocessCollector
 from support import processes
-from support.storms.fleets import waited_since, waits
+from support.storms.fleets import timed
 from support.storms.judge import CALM, Violation
 from support.storms.model import FINE, Weather
 from support.storms.trouble import Hand
@@ -154,14 +155,12 @@ class CollectorStorm(OverCollector):
     def update(self):
         self._number += 1
         self.policy.weather.become(self._number)
-        machine, start = waits(), time.monotonic_ns()
         restarts = self.collector.stats().restarts
-        error = None
-        try:
-            version = self.collector.update_policy_weights_()
-        except shmsync.AckTimeout as caught:
-            error, version = caught, caught.version
-        end, machine = time.monotonic_ns(), waited_since(machine)
+        start, end, machine, version, error = timed(self.collector.update_policy_weights_, {})
+        if isinstance(error, shmsync.AckTimeout):
+            version = error.version
+        elif error is not None:
+            raise error
         self.counts["send"] += 1
         self.counts["failed"] += error is not None
         self.numbers[version] = self._number
@@ -206,7 +205,7 @@ class TorchRLStorm(OverCollector):
 
         from shmsync.integrations.torchrl import ShmWeightSyncScheme
         from support.torchrl.environments import Steps
-        from support.torchrl.storm import Forecaster
+        from support.torchrl.policies import Forecaster
 
         kind = self.random.choice([MultiSyncCollector, MultiAsyncCollector])
         self.policy = Forecaster()
@@ -225,7 +224,7 @@ class TorchRLStorm(OverCollector):
         self.workers = list(self.collector.procs)
         self.sky.pids |= {process.pid for process in self.workers}
         self.dead, self.killed, self.stopped = set(), set(), set()
-        self.newest = self.least = self._number
+        self.newest = self._number
         self._batches = iter(self.collector)
 
     def call(self):
@@ -251,13 +250,9 @@ class TorchRLStorm(OverCollector):
         self.policy.become(self._number)
         timeout = self.random.choice([0.1, CALM, CALM])
         self.newest = self._number
-        machine, start, error = waits(), time.monotonic_ns(), None
-        try:
-            self.scheme.send(self.policy, timeout=timeout)
-            self.least = self._number
-        except (shmsync.WorkerDied, shmsync.AckTimeout, shmsync.ReaderStalled) as caught:
-            error = caught
-        end, machine = time.monotonic_ns(), waited_since(machine)
+        start, end, machine, _, error = timed(partial(self.scheme.send, self.policy), {"timeout": timeout})
+        if not isinstance(error, (shmsync.WorkerDied, shmsync.AckTimeout, shmsync.ReaderStalled, type(None))):
+            raise error
         self.counts["send"] += 1
         self.counts["failed"] += error is not None
         self.sky.note(f"send of {self._number}, timeout={timeout} -> {error!r} after {(end - start) / 1e9:.3f} s")

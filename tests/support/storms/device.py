@@ -26,6 +26,7 @@ from support.worker import fork_server
 
 WORDS = 64
 TIMEOUT = 120.0
+SLOTS, READERS, LONGEST = (1, 2, 3), 4, 0.0001  # of main(); seconds of the longest delay
 
 
 class Counted(NamedTuple):
@@ -172,27 +173,19 @@ def main() -> int:
     """Storms of many publishes, one for each number of slots; 1 if a kernel has seen another version."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--publishes", type=int, default=100_000, help="in all")
-    parser.add_argument("--slots", type=int, nargs="*", default=[1, 2, 3])
-    parser.add_argument("--readers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--longest", type=float, default=0.0001, help="seconds of the longest delay")
     parser.add_argument("--without", choices=FAULTS, help="an order to take away; then the storm must see wrong reads")
     asked = parser.parse_args()
     wrong = 0
-    for slots in asked.slots:
-        started = time.monotonic()
-        with _alone(asked.seed, asked.longest, asked.without) as device:
+    for slots in SLOTS:
+        started, publishes = time.monotonic(), -(-asked.publishes // len(SLOTS))
+        with _alone(asked.seed, LONGEST, asked.without) as device:
             counted = storm_of_processes(
-                device,
-                -(-asked.publishes // len(asked.slots)),
-                slots=slots,
-                readers=asked.readers,
-                seed=asked.seed,
-                without=asked.without,
+                device, publishes, slots=slots, readers=READERS, seed=asked.seed, without=asked.without
             )
         wrong += counted.wrong
         print(
-            f"{slots} slots, {asked.readers} readers: {counted.publishes:,} publishes, {counted.reads:,} reads by "
+            f"{slots} slots, {READERS} readers: {counted.publishes:,} publishes, {counted.reads:,} reads by "
             f"kernels, {counted.wrong} wrong, {time.monotonic() - started:.0f} s",
             flush=True,
         )

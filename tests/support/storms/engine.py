@@ -21,7 +21,7 @@ from support.processes import segment_path
 from support.storms.board import FORK, REFUSED, STRIDE
 from support.storms.engine_ends import befall, make_publisher, more_than, read_on, send, used_by
 from support.storms.fleets import Call, take
-from support.storms.judge import CALM, Violation
+from support.storms.judge import CALM, Violation, await_computing
 from support.storms.trouble import DEADLY, KINDS, Hand, Life, act, finish, gone, resume
 from support.worker import Gone, Worker, fork_server
 
@@ -124,17 +124,9 @@ class EngineStorm:
         sent = {self._number} if earlier is None else {*earlier.sent, self._number}
         life = self.lives[index] = Life(index, worker, row, number, sent=sent)
         worker.start(read_on, self.sky.board.path, number, self._name, index, consistency, self.device)
-        self._await(
-            lambda: row.get("forwards") or row.get("phase") == REFUSED, life
-        )  # or the update() before it failed
+        # refused: the update() before it failed
+        await_computing(life, lambda: row.get("forwards") or row.get("phase") == REFUSED)
         self.sky.pids.add(row.get("pid"))
-
-    def _await(self, condition, life):
-        until = time.monotonic() + 60
-        while not condition():
-            if time.monotonic() > until or (life.whole and life.worker.done()):
-                raise Violation(f"worker {life.index} does not compute; {life.worker.result()}")
-            time.sleep(0.001)
 
     def _meet(self):
         """Every worker that stands computes with this trainer's weights."""
@@ -143,7 +135,7 @@ class EngineStorm:
                 resume(life)
             if life.whole:
                 life.reported = False
-                self._await(lambda life=life: life.row.last()[1] >= self._number, life)
+                await_computing(life, lambda life=life: life.row.last()[1] >= self._number)
             else:
                 life.reported = True  # the new trainer has never seen it
 

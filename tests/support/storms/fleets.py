@@ -116,7 +116,7 @@ def call_there(sender, call, kwargs):
 
 
 def run_there(state, key, name, kwargs):
-    sender = state.schemes[key][0].get_sender()
+    sender = state.schemes[key].get_sender()
     if "weights" in kwargs:
         kwargs = {**kwargs, "weights": source(*kwargs["weights"])}
     found = timed(getattr(sender, name), kwargs)

@@ -128,6 +128,16 @@ class Judge:
                     raise Violation(f"worker {life.index} computes with {number}, which was not sent to it")
 
 
+def await_computing(life, condition):
+    """Until the worker computes, or computes so. Violation: it has ended instead, or takes too long."""
+    until = time.monotonic() + 60
+    while not condition():
+        ended = life.whole and life.worker.done()
+        if ended or time.monotonic() > until:
+            raise Violation(f"worker {life.index} does not compute; {life.worker.result() if ended else ''}")
+        time.sleep(0.001)
+
+
 def _had_it(life, number):
     """Did it leave by itself, with its work done?"""
     return life.left and life.row.last()[1] >= max(number, life.least)

@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -31,12 +32,13 @@ from shmsync.schemes import send_together
 from support.processes import descriptors, segments
 from support.storms.board import ROWS, Board, Lateness, beat
 from support.storms.fleets import FORMS, STORMS, Call, call_here, call_there, is_remote, source, take, timed
-from support.storms.judge import CALM, Judge, Violation
+from support.storms.judge import CALM, Judge, Violation, await_computing
 from support.storms.model import Weather
 from support.storms.trouble import DEADLY, KINDS, Hand, Life, finish, resume
 from support.storms.worker import live
 from support.worker import fork_server
 
+SENDS = ("send", "wait_async", "resend", "send_together")  # calls that publish, by the names of their counts
 SHORT, LONG = (0.02, 0.1, 0.3), (1.0, CALM, 2 * CALM)
 
 
@@ -145,11 +147,7 @@ class Storm:
         life = Life(index, worker, row, number, sent=set() if earlier is None else set(earlier.sent))
         self.lives[index] = life
         worker.start(live, self.sky.board.path, number, self.fleet.called)
-        until = time.monotonic() + 60
-        while not row.get("forwards"):
-            if time.monotonic() > until:
-                raise Violation(f"worker {index} does not begin to compute; {worker.result() if worker.done() else ''}")
-            time.sleep(0.001)
+        await_computing(life, lambda: row.get("forwards"))
         self.sky.pids.add(row.get("pid"))
 
     def end(self):
@@ -335,6 +333,14 @@ class Storm:
         return world is None or world.ranks[-1] not in self.fleet.workers
 
 
+def kinds():
+    """What makes a storm for a Sky, by its name. Some need packages that others do not."""
+    from support.storms.collectors import COLLECTORS
+    from support.storms.engine import ENGINES
+
+    return {**{name: partial(Storm, name) for name in STORMS}, **COLLECTORS, **ENGINES}
+
+
 def what_is_there(name):
     """Of this process: descriptors, threads, arenas, and processes that come from it."""
     gc.collect()
@@ -351,14 +357,10 @@ def what_is_there(name):
 
 def run(name, seconds, seed, say=print):
     """A storm of so many seconds; the counts. Raises Violation."""
-    from support.storms.collectors import COLLECTORS
-    from support.storms.engine import ENGINES
-
     sky = Sky(seed)
     storm = None
     try:
-        others = {**COLLECTORS, **ENGINES}
-        storm = others[name](sky) if name in others else Storm(name, sky)
+        storm = kinds()[name](sky)
         start = said = time.monotonic()
         while time.monotonic() < start + seconds:
             storm.step()
@@ -383,7 +385,7 @@ def run(name, seconds, seed, say=print):
 
 def line(name, sky, elapsed):
     counts, judge = sky.counts, sky.judge
-    sends = sum(counts[each] for each in ("send", "wait_async", "resend", "send_together"))
+    sends = sum(counts[each] for each in SENDS)
     return (
         f"{name} {elapsed:5.0f} s: {sends} sends, {counts['failed']} of them failed, {counts['kills']} kills, "
         f"{counts['stop'] + counts['stop and go on']} stops, {counts['worker restarts']} workers and "
@@ -404,11 +406,8 @@ def table(name, sky, seconds):
 
 
 def main():
-    from support.storms.collectors import COLLECTORS
-    from support.storms.engine import ENGINES
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--of", choices=[*STORMS, *COLLECTORS, *ENGINES], default="shared-memory")
+    parser.add_argument("--of", choices=kinds(), default="shared-memory")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--figures", default=None, help="a file for the figures, as JSON")
