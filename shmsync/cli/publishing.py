@@ -139,7 +139,8 @@ def load(path: Path) -> Mapping[str, Any]:
         raise Unusable(f"it cannot be read, so it may not be whole: {first}") from error
     if not isinstance(weights, Mapping):
         raise Unusable(f"it holds a {type(weights).__name__}; save the state_dict() of the module")
-    return weights
+    # A safetensors file is read in a random order, and a subscriber follows an arena of the same layout only.
+    return dict(sorted(weights.items(), key=lambda item: str(item[0])))
 
 
 def _safetensors(data: bytes) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from typing_extensions import override
 
-from ...engine.deadlines import deadline_after, timeout_or_default
+from ...engine.deadlines import check_worker, deadline_after, timeout_or_default
 from ...engine.source.dtypes import Dtypes
 from ...engine.source.strategy import Form
 from ...engine.subscriber import Consistency
@@ -165,6 +165,7 @@ class RemoteSender(WeightSender):
 
     @override
     def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
+        worker_idx = check_worker(worker_idx)
         if self._roster is not None and self._roster.live:
             raise ValueError(f"the workers are those of {self._roster.name}; put this one into that list")
         super().register_worker(worker_idx, pipe_or_context, process)

@@ -58,14 +58,13 @@ class _Memory:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.pages))
 
 
-def recorded(*nothing, name=None):
-    """A call of CUDA that is noted under this name, its own by default. When it fails it does nothing, and gives its
-    code and `nothing`."""
+def recorded(*nothing):
+    """A call of CUDA that is noted under its name. When it fails it does nothing, and gives its code and `nothing`."""
 
     def decorate(function):
         @functools.wraps(function)
         def call(self, *arguments):
-            code = self._called(name or function.__name__, *arguments)
+            code = self._called(function.__name__, *arguments)
             return (code, *nothing) if code else function(self, *arguments)
 
         return call

@@ -126,7 +126,8 @@ class DistributedTransport(RemoteTransport):
     @property
     @override
     def host(self) -> DistributedTransport:  # type: ignore[override]  # an attribute would be a circle
-        return self  # where it is a relay
+        """Where it is a relay: this rank."""
+        return self
 
     @override
     def start_call(self, payload: Any) -> Call:
