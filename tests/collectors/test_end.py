@@ -13,6 +13,7 @@ import pytest
 
 import shmsync
 from shmsync.collectors import MultiprocessCollector
+from support.choice import first
 from support.environments.basic import Constant, Counting
 from support.processes import until
 
@@ -51,7 +52,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("sign", first([signal.SIGKILL, signal.SIGTERM]))
 def test_workers_go_when_the_trainer_is_killed(tmp_path, sign):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from support.choice import first
+
 COMMON = """
 import gc, os, resource, sys, threading
 import torch, shmsync
@@ -85,7 +87,7 @@ def run(program, *before):
     assert (done.returncode, done.stdout.strip()) == (0, "well"), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("what", ROOMS)
+@pytest.mark.parametrize("what", first(ROOMS, 2))
 def test_a_small_dev_shm(what):
     size, program = ROOMS[what]
     options = size if "=" in size else f"size={size}"

@@ -54,7 +54,7 @@ def row(**values):
     "section", [pytest.param(each, marks=() if each in SOON else pytest.mark.full) for each in SECTIONS]
 )
 def test_each_section_gives_rows_with_a_check_or_a_reason(tmp_path, section):
-    done = run(BENCH / "table.py", "--sections", section, "--seconds", "20", "--patience", "280", "--out", tmp_path,
+    done = run(BENCH / "table.py", "--sections", section, "--seconds", "8", "--patience", "280", "--out", tmp_path,
                cwd="/")  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]

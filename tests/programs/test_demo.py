@@ -161,6 +161,7 @@ def test_the_plot_has_return_lag_and_publish_and_no_legend_covers_data(tmp_path,
         assert legend.x1 <= figure.bbox.x1
 
 
+@full  # the demo above ends, loses an actor and prints the same lines
 def test_a_plain_pipe_of_ascii_gets_every_line(demo, monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     process = demo("--target", "25", "--workers", "2")

@@ -16,6 +16,7 @@ import torch
 
 import shmsync
 from shmsync.memory.manifest import ELEMENT_BYTES
+from support import choice
 from support.weights import stamped
 
 HEAVY = {"torch", "tensordict", "numpy", "sympy", "torchrl", "gymnasium", "ray"}
@@ -91,9 +92,9 @@ def test_what_needs_no_torch_imports_none(program):
 @pytest.mark.parametrize(
     "program",
     [
-        "from shmsync import Publisher, Subscriber",
-        "import shmsync; shmsync.schemes.SharedMemWeightSyncScheme()",
         "from shmsync import *; Publisher, send_together, DistributedWeightSyncScheme",
+        pytest.param("from shmsync import Publisher, Subscriber", marks=pytest.mark.full),
+        pytest.param("import shmsync; shmsync.schemes.SharedMemWeightSyncScheme()", marks=pytest.mark.full),
     ],
 )
 def test_the_other_names_are_imported_when_they_are_used(program):
@@ -197,7 +198,7 @@ def test_a_worker_that_calls_its_module_imports_no_tensordict(checked, tmp_path)
     run_program(tmp_path / "worker.py", f"{WORKER}{handle}\n{use}")
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", choice.first(["forkserver", "spawn"]))
 def test_neither_do_workers_nor_their_trainer(method, tmp_path):
     run_program(
         tmp_path / "trainer.py",

@@ -88,7 +88,8 @@ def test_ray_learner_goes_on_without_a_killed_actor(run):
     assert len(re.findall("WorkerDied: version 3 .* worker 1 ", example.output)) == 1, example.output
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ray", marks=full), "rpc"])
+@full  # `make test` kills workers over Ray and RPC in conformance/trouble, and this learner in the next test
+@pytest.mark.parametrize("kind", ["ray", "rpc"])
 def test_learner_goes_on_without_a_worker_that_is_killed_at_any_moment(run, kind):
     if kind == "ray":
         pytest.importorskip("ray", reason="the example needs Ray, which shmsync[ray] brings")

@@ -11,8 +11,8 @@ import pytest
 
 from support.storms import storm
 
-HERE = ["engine", "multiprocess", "shared-memory", "collector"]
-VARIANTS = ["engine-device", "shared-memory-3", "groups"]
+HERE = ["engine", "shared-memory"]
+VARIANTS = ["engine-device", "shared-memory-3", "groups", "multiprocess", "collector"]
 AFAR = ["ray", "ray-fan-out", "ray-module", "rpc", "rpc-fan-out", "distributed", "distributed-fan-out"]
 NEEDS = {"ray": "ray", "collector": "gymnasium", "torchrl": "torchrl"}
 

@@ -6,6 +6,8 @@ import math
 
 import pytest
 
+from support.choice import first
+
 pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brings")
 
 import ray
@@ -87,6 +89,7 @@ def test_actors_that_cannot_reach_the_trainer_get_them_by_the_object_store(actor
     assert [line.startswith(f"worker {index} cannot fetch weights") for index, line in enumerate(told)] == [True] * 3
 
 
+@pytest.mark.full  # test_fetched_weights.py has the only worker of a node over RPC and torch.distributed
 def test_the_only_actor_of_a_node_needs_no_relay_and_a_second_one_brings_it(actors, sender_to):
     crew = actors("far")
     sender = sender_to(crew, fan_out="node")
@@ -117,8 +120,8 @@ def test_the_only_actor_of_a_node_ends_its_arena_with_the_scheme(actors, sender_
     assert parts.ask(crew, "look") == [(1.0, 1)]  # it keeps what it has
 
 
-@pytest.mark.parametrize("where", ["near", "far"])
-@pytest.mark.parametrize("fan_out", [None, "node"])
+@pytest.mark.parametrize("where", first(["far", "near"]))
+@pytest.mark.parametrize("fan_out", first(["node", None]))
 def test_an_actor_that_is_killed_with_weights_under_way_is_named(actors, sender_to, tmp_path, where, fan_out):
     crew = actors("near") + actors(where)
     sender = sender_to(crew, fan_out=fan_out)

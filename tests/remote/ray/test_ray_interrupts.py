@@ -19,7 +19,7 @@ def all_is_well(ray_driver):
     assert ray_driver.call(ray_trainer.look) == [(0.5, version)] * 2
 
 
-@pytest.mark.parametrize("how", ["send", "send_async"])
+@pytest.mark.parametrize("how", first(["send", "send_async"]))
 @pytest.mark.parametrize("kind", first(ray_trainer.KINDS))
 def test_in_a_send(ray_driver, kind, how):
     ray_driver.call(ray_trainer.open_sender, kind, 2)
@@ -46,7 +46,7 @@ def test_in_init_on_sender_and_shutdown(ray_driver, kind):
     until(lambda: ray_driver.call(ray_trainer.relays) <= 1)
 
 
-@pytest.mark.parametrize("kind", ["ray", "ray-module"])
+@pytest.mark.parametrize("kind", first(["ray", "ray-module"]))
 def test_one_transport_in_two_threads(ray_driver, kind):
     ray_driver.call(ray_trainer.open_sender, kind, 1)
     ray_driver.call(ray_trainer.open_transport, 20.0)

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from support.choice import first
+
 pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brings")
 
 import ray
@@ -148,7 +150,7 @@ def test_fan_out_binds_the_module_to_shared_memory():
         parts.end(actors)
 
 
-@pytest.mark.parametrize("strategy", METHODS)
+@pytest.mark.parametrize("strategy", first(METHODS))
 def test_torchrls_own_module_transform_takes_what_is_sent(strategy):
     pytest.importorskip("torchrl.envs", reason="it is TorchRL's, of shmsync[torchrl]")
     from tensordict import TensorDict
@@ -169,6 +171,7 @@ def test_torchrls_own_module_transform_takes_what_is_sent(strategy):
     parts.end([transform._actor])
 
 
+@pytest.mark.full  # the test above sends to the module that such a collector has
 def test_a_collector_of_torchrl_takes_what_is_sent():
     collectors = pytest.importorskip("torchrl.collectors", reason="it is TorchRL's, of shmsync[torchrl]")
     pytest.importorskip("gymnasium", reason="its environment is Gymnasium's, which shmsync[collectors] brings")

@@ -102,6 +102,7 @@ def test_an_exception_that_cannot_be_rebuilt_here_is_no_death(crew):
     assert parts.ask(crew, "look") == [(2.0, 2)] * 2
 
 
+@pytest.mark.full  # Ray takes 15 s to start an actor again; one that the user starts again is in conformance/trouble
 def test_an_actor_that_ray_starts_again_is_sent_to_again(tmp_path):
     (actor,) = parts.start(RayWeightSyncScheme(), max_restarts=1)
     sender = sender_to([actor])

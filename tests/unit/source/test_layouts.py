@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 import random
@@ -13,7 +14,6 @@ from torch import nn
 from shmsync.engine.source import pickling
 from shmsync.memory.manifest import Manifest
 from shmsync.schemes.remote.packed_weights import Packer
-from support.weights import step
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.uint8,
@@ -184,6 +184,39 @@ def test_a_manifest_has_the_layout_only_where_it_is_not_rows(seed):
 # ---- modules
 
 
+class Planes(nn.Module):
+    def __init__(self, convolution, norm, dims):
+        super().__init__()
+        self.size = (9, 9, 9)[:dims]
+        self.net = nn.Sequential(
+            convolution(4, 24, 3), norm(24), nn.ReLU(), convolution(24, 40, 1), nn.ReLU(), convolution(40, 5, 3)
+        )
+
+    def forward(self, x):
+        return self.net(x)
+
+    def inputs(self):
+        return torch.randn(3, 4, *self.size)
+
+
+class Wide(nn.Module):
+    """Two layers, an embedding and a buffer that may lie as they like."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(67, 130)
+        self.second = nn.Linear(130, 33)
+        self.embed = nn.Embedding(67, 67)
+        self.register_buffer("mixed", torch.randn(67, 67))
+
+    def forward(self, x):
+        hidden = torch.relu(self.first(x @ self.mixed))
+        return self.second(hidden) + self.embed(torch.arange(33)).sum(1)
+
+    def inputs(self):
+        return torch.randn(29, 67)
+
+
 class Tied(nn.Module):
     """A decoder that is the encoder's transpose: two parameters over one memory."""
 
@@ -195,28 +228,114 @@ class Tied(nn.Module):
     def forward(self, x):
         return torch.tanh(x @ self.encoder) @ self.decoder
 
+    def inputs(self):
+        return torch.randn(29, 67)
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_a_tied_transpose_is_computed_with_to_the_bit(both, slots):
-    """The zoo has convolutions and matrices in other layouts, compared to the bit and in their strides."""
-    trainer, worker = Tied(), Tied()
-    pub, sub = both(trainer, slots=slots)
-    sub.bind(worker)
-    x = torch.randn(29, 67)
+
+def planes(dims, memory_format):
+    def make(turned=True):
+        made = Planes(*((nn.Conv2d, nn.BatchNorm2d) if dims == 2 else (nn.Conv3d, nn.BatchNorm3d)), dims).eval()
+        return made.to(memory_format=memory_format) if turned else made
+
+    return make
+
+
+def turned(make):
+    """With every matrix transposed in memory."""
+
+    def made(turned=True):
+        module = make()
+        for tensor in (*module.parameters(), *module.buffers()):
+            if turned and tensor.dim() == 2:
+                tensor.data = tensor.data.t().contiguous().t()
+        return module
+
+    return made
+
+
+NETS = {
+    "channels_last": planes(2, torch.channels_last),
+    "channels_last_3d": planes(3, torch.channels_last_3d),
+    "transposed": turned(Wide),
+    "tied transposed": lambda turned=True: Tied(),
+}
+
+
+def learn(module):
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.is_floating_point():
+                tensor.mul_(1.01).add_(0.003)
+
+
+def assert_equal(worker, trainer):
     for _ in range(3):
-        assert torch.equal(worker(x), trainer(x))
-        with torch.no_grad():
-            trainer.encoder.mul_(1.01)
-        pub.publish()
+        x = trainer.inputs()
+        for seen in (x, x.to(memory_format=torch.channels_last) if x.dim() == 4 else x):
+            expected = trainer(seen)
+            found = worker(seen)
+            assert torch.equal(found, expected), (found - expected).abs().max()
+            assert found.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("same_layout", [True, False], ids=["worker lies alike", "worker in rows"])
+@pytest.mark.parametrize("consistency", ["pinned", "optimistic", "live"])
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("net", NETS)
+def test_a_bound_module_computes_to_the_bit_what_the_trainers_does(both, net, slots, consistency, same_layout):
+    torch.manual_seed(0)
+    trainer, worker = NETS[net](), NETS[net](same_layout)
+    pub, sub = both(trainer, slots=slots, consistency=consistency)
+    sub.bind(worker)
+    assert_equal(worker, trainer)
+    own = worker.state_dict()
+    assert {name: own[name].stride() for name in own} == {name: kept(t) for name, t in trainer.state_dict().items()}
+    sources = (
+        lambda: trainer,
+        trainer.state_dict,
+        lambda: {name: tensor.contiguous() for name, tensor in trainer.state_dict().items()},
+    )
+    for source in sources:
+        for _ in range(2):
+            learn(trainer)
+            pub.publish(source())
+            assert_equal(worker, trainer)
+    learn(trainer)
+    with pub.update() as weights:
+        for name, tensor in trainer.state_dict().items():
+            weights[tuple(name.split("."))].copy_(tensor)
+    assert_equal(worker, trainer)
+
+
+@pytest.mark.parametrize("net", [net for net in NETS if net != "tied transposed"])
+def test_adopted_parameters_keep_their_layout(publisher, subscriber, net):
+    trainer, worker = NETS[net](), NETS[net](False)
+    before = {name: tensor.stride() for name, tensor in trainer.state_dict().items()}
+    pub = publisher(trainer)
+    optimizer = torch.optim.Adam(trainer.parameters(), lr=0.01, fused=True)
+    alone = copy.deepcopy(trainer)
+    others = torch.optim.Adam(alone.parameters(), lr=0.01, fused=True)
+    pub.adopt(trainer, optimizer)
+    sub = subscriber(pub)
+    sub.bind(worker)
+    for _ in range(3):
+        x = trainer.inputs()
+        for module, each in ((trainer, optimizer), (alone, others)):
+            module(x).square().mean().backward()
+            each.step()
+            each.zero_grad()
+        assert {name: tensor.stride() for name, tensor in trainer.state_dict().items()} == before
+        assert_equal(trainer, alone)
+        assert_equal(worker, alone)
 
 
 def test_the_layout_is_that_of_the_first_weights(both):
     """Values follow a trainer that lays its module out in another way later; the arena's layout stays."""
-    trainer, worker = nn.Conv2d(4, 5, 3), nn.Conv2d(4, 5, 3).to(memory_format=torch.channels_last)
+    trainer, worker = planes(2, torch.channels_last)(False), planes(2, torch.channels_last)(True)
     pub, sub = both(trainer)
     sub.bind(worker)
     trainer.to(memory_format=torch.channels_last)
-    step(trainer)
+    learn(trainer)
     pub.publish()
     with sub.read():
         shown = worker.state_dict()
