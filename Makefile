@@ -49,7 +49,8 @@ planted-faults: $(STAMP)
 # what collector and TorchRL's adapter do with such arenas; then what holds for all schemes, for those in shared memory.
 ON_DEVICES := engine unit/source/test_layouts.py unit/bind/test_verify.py \
   $(addprefix collectors/test_,devices.py verify.py weights.py) \
-  integrations/scheme/test_sends.py integrations/collectors/weights/test_updates.py
+  integrations/scheme/test_sends.py integrations/collectors/test_state.py \
+  $(addprefix integrations/collectors/weights/test_,updates.py last_weights.py)
 SCHEMES_ON_DEVICES := $(addprefix conformance/,\
   $(addprefix sends/test_,cast.py many_sends.py partial.py receive.py refused.py send.py together.py verify.py) \
   $(addprefix trouble/test_,death.py own_loop.py own_messages.py threads.py))

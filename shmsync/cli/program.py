@@ -28,7 +28,12 @@ still or be dead, and notice nothing.
 
 
 # What brings the packages that a command needs.
-_EXTRAS = {"completion": "shmsync[completion]", "demo": "shmsync[demo]", "export": "shmsync[safetensors]"}
+_EXTRAS = {
+    "completion": "shmsync[completion]",
+    "demo": "shmsync[demo]",
+    "export": "shmsync[safetensors]",
+    "publish": "shmsync[safetensors]",
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"shmsync {arguments.command}: {error}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
-        if arguments.command not in _EXTRAS:
+        package = (error.name or "shmsync").partition(".")[0]
+        if arguments.command not in _EXTRAS or sys.modules.get(package) is not None:  # a part of what is there
             raise
         print(f"{arguments.command} needs {error.name}: pip install '{_EXTRAS[arguments.command]}'", file=sys.stderr)
         return 2

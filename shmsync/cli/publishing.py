@@ -12,11 +12,12 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ManifestMismatch, ShmSyncError
-from .output import Commands, command, seconds, size
+from .output import Commands, Page, command, seconds, size
 
 if TYPE_CHECKING:
     from ..engine.publisher import Publisher
@@ -27,7 +28,7 @@ shmsync publish policy policy.safetensors --watch        a new version each time
 shmsync publish policy policy.pt --watch --slots 3       a state_dict() that torch.save() has written
 """
 _ENDING = {signal.SIGTERM, signal.SIGINT}
-Stamp = tuple[int, int, int] | None  # of a file: other values, another content. None: there is no file
+Stamp = tuple[int, ...] | None  # of a file: with other values it may have another content. None: there is no file
 
 
 class Unusable(Exception):
@@ -38,7 +39,7 @@ def add(commands: Commands) -> None:
     """Add the command."""
     made = command(commands, "publish", "publish the weights of a file, and each newer file of that name", _EXAMPLES)
     made.add_argument("name", metavar="NAME", help="the arena's name; subscribers attach by it")
-    made.add_argument("file", metavar="FILE", help="a .safetensors file, or a state_dict() in a file of torch.save()")
+    made.add_argument("file", metavar="FILE", help="a safetensors file, or a state_dict() in a file of torch.save()")
     made.add_argument("--watch", action="store_true", help="publish again when the file is replaced")
     made.add_argument(
         "--slots", type=int, default=2, metavar="N", help="versions that have room; with 2 no reader waits (2)"
@@ -54,27 +55,27 @@ def add(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from ..engine.publisher import Publisher, writer_of
+
     path = Path(arguments.file)
-    # These signals end the waits of _look_again() alone, so none of them ends the process between two steps.
+    # They end the waits below and nothing else, so none of them ends the process between two steps.
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     try:
-        from ..engine.publisher import Publisher
-
-        stamp = _stamp(path)
+        loaded = _stamp(path)
         weights = load(path)
+        if signal.sigpending() & _ENDING:
+            return 0
         pub = Publisher(weights, name=arguments.name, slots=arguments.slots)
-    except ModuleNotFoundError as error:
-        print(f"publish needs {error.name}: pip install 'shmsync[safetensors]'", file=sys.stderr)
-        return 2
-    except (Unusable, ValueError) as error:  # also a ManifestMismatch
+    except (Unusable, ValueError, TypeError) as error:  # a ManifestMismatch is a ValueError
         print(f"shmsync publish: {path}: {error}; nothing was published", file=sys.stderr)
         return 1
     with pub:
-        _say(f"version {pub.version} of {pub.name}: {path}, {_what(pub)}")
         names = set(_names(weights))
         del weights
+        writer_of(pub).forget_source()  # else a copy of the weights stays in this process
+        _say_published(pub, path)
         if arguments.watch:
-            _watch(pub, path, names, stamp, arguments.interval)
+            _watch(pub, path, names, loaded, arguments.interval)
         else:
             signal.sigwait(_ENDING)
         _say(f"arena {pub.name} ends at version {pub.version}")
@@ -83,33 +84,41 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _watch(pub: Publisher, path: Path, names: set[str], loaded: Stamp, interval: float) -> None:
     """Publish the weights of these names whenever the file is another one; until a signal ends it."""
-    seen = loaded
+    seen, said = loaded, loaded
     while signal.sigtimedwait(_ENDING, interval) is None:
         before, seen = seen, _stamp(path)
         if seen == loaded:
             continue
         if seen is None:
             _say(f"{path} is gone; version {pub.version} stays")
-            loaded = None
-            continue
-        if seen != before:  # it may still be written to
-            continue
-        try:
-            weights = load(path)
-            if _stamp(path) != seen:
+            loaded = said = None
+        elif seen == before:  # else it may still be written to
+            try:
+                if not _publish_again(pub, path, names, seen):
+                    continue
+            except ManifestMismatch as error:
+                _say(f"{path} is refused, and version {pub.version} stays: {error}")
+            except ShmSyncError as error:  # as of a reader that stays in its section: it is tried again
+                if seen != said:
+                    _say(f"{path} is not published yet, and version {pub.version} stays: {error}")
+                said = seen
                 continue
-            lacking = names - set(_names(weights))  # publish() would take the others and leave these as they are
-            if lacking:
-                raise Unusable(f"it lacks {', '.join(sorted(lacking)[:5])}, {len(lacking)} of {len(names)} tensors")
-            pub.publish(weights)
-        except (Unusable, ManifestMismatch) as error:
-            _say(f"{path} is refused, and version {pub.version} stays: {error}")
-        except ShmSyncError as error:  # as a reader that stays in its section
-            _say(f"{path} is not published yet, and version {pub.version} stays: {error}")
-            continue
-        else:
-            _say(f"version {pub.version} of {pub.name}: {path}, {_what(pub)}")
-        loaded = seen
+            except Exception as error:  # nothing that a file holds ends the process while others use its arena
+                _say(f"{path} is refused, and version {pub.version} stays: {error or type(error).__name__}")
+            loaded = said = seen
+
+
+def _publish_again(pub: Publisher, path: Path, names: set[str], seen: Stamp) -> bool:
+    """Publish what the file holds; False if it changed meanwhile. The weights go when this returns."""
+    weights = load(path)
+    if _stamp(path) != seen:
+        return False
+    lacking = names - set(_names(weights))  # publish() would take the others, and leave these as they are
+    if lacking:
+        raise Unusable(f"it lacks {', '.join(sorted(lacking)[:5])}, {len(lacking)} of {len(names)} tensors")
+    pub.publish(weights)
+    _say_published(pub, path)
+    return True
 
 
 def _stamp(path: Path) -> Stamp:
@@ -117,7 +126,7 @@ def _stamp(path: Path) -> Stamp:
         status = os.stat(path)
     except OSError:
         return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def load(path: Path) -> Mapping[str, Any]:
@@ -125,16 +134,19 @@ def load(path: Path) -> Mapping[str, Any]:
 
     The file is read, not mapped: a process that maps it would end with a SIGBUS if it became shorter meanwhile.
     """
+    if path.exists() and not path.is_file():
+        raise Unusable("it is no regular file")
     try:
         data = path.read_bytes()
-    except OSError as error:
-        raise Unusable(error.strerror or str(error)) from error
-    read = _safetensors if path.suffix == ".safetensors" else _torch_file
+    except (OSError, MemoryError) as error:
+        raise Unusable(getattr(error, "strerror", None) or "there is not enough memory to read it") from error
+    # After 8 bytes a safetensors file has JSON, which neither format of torch.save() has there.
+    read = _safetensors if path.suffix == ".safetensors" or data[8:9] == b"{" else _torch_file
     try:
         weights = read(data)
     except ModuleNotFoundError:
         raise
-    except Exception as error:  # the parsers raise many kinds, and none may end the process while others use its arena
+    except Exception as error:  # the parsers raise many kinds
         first = str(error).strip().partition("\n")[0] or type(error).__name__
         raise Unusable(f"it cannot be read, so it may not be whole: {first}") from error
     if not isinstance(weights, Mapping):
@@ -168,10 +180,14 @@ def _names(weights: Mapping[str, Any]) -> Iterator[str]:
             yield str(key)
 
 
-def _what(pub: Publisher) -> str:
+def _say_published(pub: Publisher, path: Path) -> None:
     tensors = list(pub.weights.values(True, True))
-    return f"{len(tensors)} tensors, {size(sum(tensor.nbytes for tensor in tensors))}"
+    what = f"{len(tensors)} tensors, {size(sum(tensor.nbytes for tensor in tensors))}"
+    _say(f"version {pub.version} of {pub.name}: {path}, {what}")
 
 
 def _say(text: str) -> None:
-    print(" ".join(text.split()), flush=True)  # a line of the log each, also for an error of several lines
+    """Write a line of the log, also for an error of several lines. A log that is full or gone ends nothing."""
+    with suppress(OSError):
+        Page().line(" ".join(text.split()))
+        sys.stdout.flush()

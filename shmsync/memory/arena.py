@@ -214,6 +214,7 @@ def create(
     with refusals(f"creating arena {name!r}"):
         session = secrets.token_bytes(16)
         text = manifest.to_json()
+        owner, boot_id, pid_namespace = me()
         if device is None:
             memory = slab.create(slots, manifest.slot_bytes, session, name)
         else:
@@ -224,7 +225,9 @@ def create(
                 name,
                 _native.segment_bytes(slots, max_readers, len(text)),
                 session=session,
-                **me()._asdict(),
+                owner=owner,
+                boot_id=boot_id,
+                pid_namespace=pid_namespace,
                 slots=slots,
                 readers=max_readers,
                 slot_bytes=manifest.slot_bytes,

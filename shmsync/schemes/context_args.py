@@ -173,10 +173,11 @@ def says_what_it_takes(kind: type, attribute: str) -> bool:
 
 def process_of(arguments: Arguments, index: int) -> Any:
     """A function that gives the worker's process as soon as there is one, or None."""
-    procs = arguments.reader("procs")
+    procs, context = arguments.get("procs"), arguments.context
+    held = None if context is None or getattr(context, "procs", None) is not procs else weakref.ref(context)
 
     def process() -> Any:
-        current = procs()
+        current = procs if held is None else getattr(held(), "procs", None)
         return current[index] if current is not None and index < len(current) else None
 
     return process
@@ -186,7 +187,8 @@ def chosen_workers(worker_ids: int | Sequence[int] | None, known: Sequence[int])
     """The indices that a send is for: all, one or several. Raises ValueError for an unknown one."""
     if worker_ids is None:
         return list(known)
-    chosen = list(worker_ids) if hasattr(worker_ids, "__iter__") else [worker_ids]
+    one = isinstance(worker_ids, Integral) or not hasattr(worker_ids, "__iter__")  # an IntFlag has __iter__ too
+    chosen: list[Any] = [worker_ids] if one else list(worker_ids)  # type: ignore[arg-type]
     odd = [index for index in chosen if isinstance(index, bool) or not isinstance(index, Integral)]
     if odd:
         raise ValueError(f"worker_ids are indices such as 0 or [0, 1], not {odd[0]!r}; the registered ones are {known}")

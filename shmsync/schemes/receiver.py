@@ -67,7 +67,7 @@ class WeightReceiver(SchemeEnd):
         if reference is None or self._context_ref is None:
             which = "" if reference is None else f" for {reference!r}"
             raise ValueError(f"no model is registered{which}; give init_on_worker() model= or a context that has it")
-        if (context := self._context) is None:
+        if (context := self._living_context) is None:
             raise ValueError(f"the context that had {reference!r} is gone; keep it as long as its receiver")
         return model_in(context, reference)
 
@@ -137,7 +137,7 @@ class WeightReceiver(SchemeEnd):
     def _models_now(self) -> list[Any]:
         """The model that weights are applied to, and the one that has taken its place in the context, if one has."""
         model = self._resolve_model_ref()
-        context = self._context if self._from_context else None
+        context = self._living_context if self._from_context else None
         now = None if context is None else find_model(context, self._model_id)
         return [model] if now is None or now is model else [model, now]
 

@@ -28,7 +28,7 @@ class SchemeEnd:
         return self._model_id
 
     @property
-    def _context(self) -> Any:
+    def _living_context(self) -> Any:
         return None if self._context_ref is None else self._context_ref()
 
     def __copy__(self) -> Self:

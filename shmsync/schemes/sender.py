@@ -46,6 +46,10 @@ class WeightSender(SchemeEnd):
         self._copied = False  # it came out of a pickle, without the workers of the original
 
     @property
+    def _context(self) -> Any:
+        return self._living_context
+
+    @property
     def version(self) -> int:
         """Of the newest weights that were sent; 0: none yet."""
         return self._version

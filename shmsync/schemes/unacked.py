@@ -141,7 +141,7 @@ class Unacked:
             if worker is None:
                 part.refused = True
             else:
-                self._refuse(part, worker, names)
+                self._refuse(part, worker, frozenset(names))
         self._fold()
 
     def _part(self, given: Leaves) -> SentPart | None:

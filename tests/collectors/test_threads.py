@@ -21,7 +21,7 @@ from support.environments.basic import (
     flat,
 )
 from support.environments.vector import Episodes, NestedEpisodes, Random, Vectors
-from support.environments.waiting import Breaking, OwnThread, Together
+from support.environments.waiting import Breaking, Forking, OwnThread, Together
 from support.processes import alive, workers
 
 CASES = {"flat": (Episodes, Policy), "nested": (NestedEpisodes, Random), "cartpole": (environments.cartpole, Policy)}
@@ -57,6 +57,12 @@ def test_an_environment_never_leaves_its_thread(collector):
     for _ in range(3):
         next(batches)
     batches.shutdown()  # raises what close() raises
+
+
+def test_an_environment_may_fork_processes_of_its_own(collector):
+    batches = collector(Forking, Constant(), **FOUR)
+    assert next(batches)["next", "done"].any()
+    batches.shutdown()
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "fork"])

@@ -21,7 +21,15 @@ from support.environments.raising import (
 )
 from support.processes import until, workers
 
-AS_THEY_ARE = {"RuntimeError", "EOFError", "BrokenPipeError", "ConnectionResetError", "OSError", "ExceptionGroup"}
+AS_THEY_ARE = {
+    "RuntimeError",
+    "EOFError",
+    "BrokenPipeError",
+    "ConnectionResetError",
+    "OSError",
+    "Frozen",
+    "ExceptionGroup",
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)

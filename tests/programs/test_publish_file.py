@@ -8,6 +8,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -62,12 +63,15 @@ def weights(value):
     return {"body.weight": torch.full((3, 4), float(value)), "body.bias": torch.full((3,), float(value))}
 
 
-def replace(path, state):
+def replace(path, state, mode=0o600):
     """A new file in the place of the old one, as a careful program writes it."""
     made = path.with_name("made" + path.suffix)
     (safetensors.save_file if path.suffix == ".safetensors" else lambda state, made: torch.save(state, made))(
         state, made
     )
+    made.chmod(mode)
+    if path.is_dir():
+        path.rmdir()
     os.replace(made, path)
 
 
@@ -97,6 +101,11 @@ def test_readers_get_each_file_until_a_signal_ends_it(tmp_path, publish, suffix,
     ]
 
 
+def checkpoint(path, content):
+    torch.save(content, path.with_name("made"))
+    os.replace(path.with_name("made"), path)
+
+
 DAMAGES = {
     "half of it": (lambda path: path.write_bytes(path.read_bytes()[:-30]), "it cannot be read, so it may not be whole"),
     "nothing": (lambda path: path.write_bytes(b""), "it cannot be read, so it may not be whole"),
@@ -107,8 +116,13 @@ DAMAGES = {
     ),
     "a tensor less": (lambda path: replace(path, {"body.bias": torch.zeros(3)}), r"lacks body\.weight, 1 of 2 tensors"),
     "a tensor more": (lambda path: replace(path, {**weights(5), "more": torch.zeros(3)}), "more"),
+    "a checkpoint": (
+        lambda path: checkpoint(path, {**weights(5), "optimizer": {"state": {0: {"step": torch.zeros(())}}}}),
+        "optimizer|it cannot be read",
+    ),
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), "it is no regular file"),
     "no file": (lambda path: path.unlink(), "is gone"),
-    "no right to read it": (lambda path: path.chmod(0), "Permission denied"),
+    "no right to read it": (lambda path: replace(path, weights(5), mode=0), "Permission denied"),
 }
 
 
@@ -131,18 +145,22 @@ def test_a_file_that_cannot_be_used_changes_nothing_and_the_next_one_is_publishe
             sub.wait_version(version + 1, timeout=60)
 
 
-def test_a_file_that_is_written_slowly_is_read_when_it_is_whole(tmp_path, publish):
-    path = tmp_path / "policy.safetensors"
-    replace(path, weights(1))
-    whole = tmp_path / "whole.safetensors"
-    safetensors.save_file(weights(2), whole)
-    command = publish(path, "--watch", "--interval", "0.3")
+def test_a_file_that_is_being_written_is_not_read(tmp_path, publish):
+    path, old, new = (tmp_path / f"{name}.safetensors" for name in ("policy", "old", "new"))
+    safetensors.save_file(weights(1), old)
+    safetensors.save_file(weights(2), new)
+    path.write_bytes(old.read_bytes())
+    command = publish(path, "--watch", "--interval", "1")
     command.read_until("version 1")
-    with open(path, "wb") as file:
-        for byte in whole.read_bytes():
-            file.write(bytes([byte]))
-            file.flush()
+    half, end = len(old.read_bytes()) // 2, time.monotonic() + 4
+    while time.monotonic() < end:  # each content is whole, and none stays for two looks
+        for content in (old.read_bytes()[:half] + new.read_bytes()[half:], old.read_bytes()):
+            path.write_bytes(content)
+            time.sleep(0.01)
+    replace(path, weights(3))
     assert command.read_until("version").startswith("version 2")
+    with shmsync.Subscriber(command.name) as sub, sub.read() as section:
+        assert section.weights["body", "bias"].unique().item() == 3
 
 
 def test_readers_keep_the_weights_of_a_killed_one_and_follow_the_next(tmp_path, publish):
@@ -172,7 +190,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("how", ["save_model", "shmsync export", "torch.save"])
 def test_a_module_with_tied_weights_is_bound(tmp_path, publish, how):
-    net, path = Tied(), tmp_path / ("net.pt" if how == "torch.save" else "net.safetensors")
+    net, path = Tied(), tmp_path / {"torch.save": "net.pt", "save_model": "net.safetensors"}.get(how, "net.st")
     if how == "save_model":
         safetensors.save_model(net, path)
     elif how == "torch.save":
@@ -195,9 +213,10 @@ def test_a_module_with_tied_weights_is_bound(tmp_path, publish, how):
         (None, "No such file or directory; nothing was published"),
         (torch.ones(3), "it holds a Tensor; save the state_dict() of the module"),
         ({"weight": torch.ones(3), "epoch": 3}, "epoch"),
+        ({"weight": torch.ones(3), "optimizer": {"state": {0: torch.ones(3)}}}, "optimizer"),
         (nn.Linear(2, 2), "it cannot be read"),
     ],
-    ids=["no file", "a tensor", "a checkpoint with more", "a pickled module"],
+    ids=["no file", "a tensor", "a checkpoint with more", "an optimizer's state", "a pickled module"],
 )
 def test_what_it_cannot_begin_with_is_said(tmp_path, publish, content, said):
     path = tmp_path / "policy.pt"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import product
 
 import pytest
 
@@ -70,14 +71,15 @@ def test_without_a_process_group_a_sender_says_what_it_needs():
 
 
 @pytest.mark.parametrize("size", [500, 1_000_000])  # the large one does not fit the buffers of a connection
-@pytest.mark.parametrize("when", ["before", "idle", "under way", "unanswered", "stopped"])
-@pytest.mark.parametrize("where", ["here", "elsewhere"])
+@pytest.mark.parametrize(
+    ("where", "when"),
+    [("here", "before"), *product(["here", "elsewhere"], ["idle", "under way", "unanswered", "stopped"])],
+    ids=" ".join,
+)
 def test_a_killed_rank_is_named_and_the_next_send_goes_on_without_it(fleet, start, server, where, when, size):
     """Elsewhere its pid means nothing, as on another machine: the end of a connection tells."""
     if where == "elsewhere" and os.geteuid() != 0:
         pytest.skip("needs root, to make a process namespace")
-    if (where, when) == ("elsewhere", "before"):
-        pytest.skip("there was no connection yet, so only the deadline tells")
     group = fleet(1)
     victim = start() if where == "here" else parts.ElsewhereWorker(server)
     group.add(victim)

@@ -201,3 +201,15 @@ def test_setting_up_the_connection_does_nothing(ends):
     assert worker.call(transports.use, set_up, worker_idx=0, weights=None, model=None, strategy=None) is None
     assert trainer.call(parts.store, "num_keys") == before
     assert trainer.call(transports.use, "check_connection")
+
+
+@pytest.mark.parametrize("when", ["under way", "unanswered"])
+def test_a_killed_worker_is_named(ends, when):
+    trainer, worker = ends
+    worker.call(transports.introduce)
+    trainer.call(transports.send_sample, "many", "send_weights_async")
+    if when == "unanswered":
+        worker.call(transports.received_without_answer)
+    worker.kill()
+    with pytest.raises(shmsync.WorkerDied, match=f"pid {worker.pid}"):
+        trainer.call(transports.use, "wait_ack")

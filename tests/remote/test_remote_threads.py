@@ -7,7 +7,7 @@ from support.remote import members, parts, threads, transports
 
 def test_one_transport_in_two_threads(fleet, kind):
     group = fleet(1).connect(kind).open().open_transport(timeout=10.0)
-    assert group.trainer.call(threads.send_over_one_transport, 2, 60)[0] == []
+    assert group.trainer.call(threads.send_over_one_transport, 2, 60) == [[], []]
     assert group.look()[0][0] == 5.0
 
 

@@ -29,6 +29,22 @@ def test_two_receivers_in_one_worker(fleet):
         group.send(5)
 
 
+def test_a_late_answer_counts_for_nothing(fleet):
+    group = fleet(1).connect("rpc").open()
+    (worker,) = group.workers
+    worker.call(members.hold)
+    with pytest.raises(shmsync.AckTimeout):
+        group.send(1, timeout=0.5)
+    worker.call(members.let_go)
+    worker.call(members.wait_applied, 1)
+    worker.call(members.hold)
+    with pytest.raises(shmsync.AckTimeout):  # not the answer to version 1
+        group.send(2, timeout=0.5)
+    worker.call(members.let_go)
+    group.send(3)
+    assert group.look() == [(3, 3)]
+
+
 @pytest.mark.parametrize("context", [True, False])
 def test_workers_that_join_and_leave_are_taken_in_at_the_next_send(fleet, context):
     group = fleet(3).connect("rpc").open(workers=1, context=context)

@@ -8,7 +8,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from ...engine.outcome import Failure, Outcome, Wording
 from ...memory.system.exiting import stay_if_exiting
@@ -74,7 +74,7 @@ class WorkerProcess:
             outcome.dead[self.index] = str(self.peer)
             raise outcome.death(_AWAITED, None)
         self._raised = True
-        raise error_of(self.index, self.failure)
+        raise_error(self.index, self.failure)
 
     def log_loss(self) -> None:
         """Log its failure, unless a call has raised it."""
@@ -240,16 +240,15 @@ class WorkerPool:
             os.close(fd)
 
 
-def error_of(index: int, failure: Failure) -> Exception:
-    """A worker's exception, as one that an iterator or a whole program may be left with.
+def raise_error(index: int, failure: Failure) -> NoReturn:
+    """Raise a worker's exception, as one that an iterator or a whole program may be left with.
 
     StopIteration would end the trainer's loop as if all frames were there, as in PEP 479.
     """
     error = failure.exception()
     if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
         error = RuntimeError(failure.summary)
-    error.__cause__ = RuntimeError(f"collector worker {index} failed:\n{failure.trace}")
-    return error
+    raise error from RuntimeError(f"collector worker {index} failed:\n{failure.trace}")
 
 
 def raise_closing(failures: list[tuple[int, Failure]], *, quietly: bool) -> None:
@@ -257,4 +256,4 @@ def raise_closing(failures: list[tuple[int, Failure]], *, quietly: bool) -> None
     for index, failure in failures if quietly else failures[1:]:
         _log.warning("an environment of collector worker %d failed to close:\n%s", index, failure.trace)
     if failures and not quietly:
-        raise error_of(*failures[0])
+        raise_error(*failures[0])

@@ -23,7 +23,7 @@ from .worker_pool import WorkerPool
 _log = logging.getLogger("shmsync")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class WorkerSetup:
     """The workers of one collector. Any of its calls may be interrupted by a signal handler that raises."""
 

@@ -58,8 +58,7 @@ class Observations:
 
     def check_keys(self, observation: Any, call: str) -> None:
         """Raise DataMismatch for an observation that has keys which its space lacks. Take its leaves first."""
-        extra = spaces.unknown(observation, self.space)
-        if extra:
+        if self.nested and (extra := spaces.unknown(observation, self.space)):
             raise DataMismatch(
                 f"the observation of {call} has {', '.join(extra)}, which its space does not have: {self.space}; "
                 "add them to the space, or leave them out"

@@ -152,9 +152,9 @@ class Rollout:
             for now, before in seen:
                 before[rows, steps] = now[rows]
             for (group, own), to in zip(self._vectors, of_vectors, strict=True):
-                acting = group.acting.copy()
+                acting = group.acting.copy() if self._uneven else True
                 group.finish(to, *self._next_steps(filled[own], unfilled[own]))
-                filled[own] += acting & unfilled[own]  # what a reset has written is written over
+                filled[own] += acting & unfilled[own] if self._uneven else 1  # what a reset has written is written over
         return True
 
     def _next_steps(self, filled: NDArray[Any], unfilled: NDArray[Any]) -> tuple[Any, Any]:

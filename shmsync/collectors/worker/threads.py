@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue  # noqa: TID251  # no wait of this one has a timeout
 from typing import Any
 
 import torch
 
 from .singles import Leading, Results, SingleEnvs
+
+Work = tuple["Future[Any]", Callable[[], Any]]
 
 
 class EnvInThread:
@@ -18,12 +23,13 @@ class EnvInThread:
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        # One thread for good. OpenMP has a number of threads for each, so this one gets its own limit too.
-        self.executor = ThreadPoolExecutor(1, "shmsync-environment", torch.set_num_threads, (1,))
+        # No executor's thread: at its end a process that the environment forks would wait for the thread that it is.
+        self._work: SimpleQueue[Work | None] = SimpleQueue()
+        threading.Thread(target=_serve, args=(self._work,), name="shmsync-environment", daemon=True).start()
         try:
-            self._env = self.executor.submit(make).result()
+            self._env = self.submit(make).result()
         except BaseException:
-            self.executor.shutdown(wait=False)
+            self._work.put(None)
             raise
 
     def __getattr__(self, name: str) -> Any:
@@ -31,12 +37,29 @@ class EnvInThread:
             raise AttributeError(name)
         return getattr(self._env, name)
 
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        """Call this in the environment's thread, after what was submitted before."""
+        future: Future[Any] = Future()
+        self._work.put((future, work))
+        return future
+
     def close(self) -> None:
         """Close the environment, and end the thread."""
         try:
-            self.executor.submit(self._env.close).result()
+            self.submit(self._env.close).result()
         finally:
-            self.executor.shutdown(wait=False)
+            self._work.put(None)
+
+
+def _serve(queue: SimpleQueue[Work | None]) -> None:
+    torch.set_num_threads(1)  # which OpenMP counts for each thread
+    while (item := queue.get()) is not None:
+        future, work = item
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+        del item, future, work  # while it waits, nothing lives on for it
 
 
 class ThreadedEnvs(SingleEnvs):
@@ -60,4 +83,4 @@ class ThreadedEnvs(SingleEnvs):
             raise failures[0]
 
     def _submit(self, work: Callable[[int], None]) -> None:
-        self._running = [env.executor.submit(work, i) for i, env in enumerate(self._envs)]
+        self._running = [env.submit(partial(work, i)) for i, env in enumerate(self._envs)]

@@ -74,7 +74,7 @@ class Adoption:
         self._seen: _native.Sources | None = None  # None: look at everything each time
         self._pending: Parts | None = None
         self._watch = OptimizerWatch(self._placed)
-        self.inside: Callable[[], bool] = lambda: True  # may the calling thread write the parameters?
+        self.inside: Callable[[], bool] = lambda: False  # may the calling thread write the parameters?
         self.load_inside: Callable[[Callable[[], Any]], Any] = lambda run: run()  # calls what loads, inside update()
         self._loading: list[AdoptedLoading] = []
         self._refuse_shared(tensors)

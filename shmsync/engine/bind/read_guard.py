@@ -10,7 +10,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
-from dataclasses import dataclass, field
 from operator import attrgetter
 from types import FrameType, GeneratorType, MappingProxyType
 from typing import Any, NamedTuple
@@ -196,7 +195,6 @@ class Cover(_native.Cover):
         )
 
 
-@dataclass(eq=False, repr=False)
 class Held(Generator[Any, Any, Any]):
     """A generator that holds a section from its first step until it ends, is closed or is collected.
 
@@ -206,52 +204,50 @@ class Held(Generator[Any, Any, Any]):
         sections: are entered at the first step.
     """
 
-    inner: Generator[Any, Any, Any]
-    cover: Cover
-    sections: Sections
-    ended: bool = field(default=False, init=False)
+    def __init__(self, inner: Generator[Any, Any, Any], cover: Cover, sections: Sections) -> None:
+        self._inner, self._cover, self._sections, self._ended = inner, cover, sections, False
 
     def send(self, value: Any) -> Any:
         """Go on until the next value."""
-        return self._step(lambda: self.inner.send(value))
+        return self._step(lambda: self._inner.send(value))
 
     def throw(self, *error: Any) -> Any:
         """Raise inside the generator."""
-        return self._step(lambda: self.inner.throw(*error))
+        return self._step(lambda: self._inner.throw(*error))
 
     def close(self) -> None:
         """End it, and leave the section."""
         try:
-            self.inner.close()
+            self._inner.close()
         finally:
             self._leave()
 
     def hold(self) -> None:
         """Enter the section now."""
-        if not self.sections.open:
-            self.sections.__enter__()
+        if not self._sections.open:
+            self._sections.__enter__()
 
     def _step(self, step: Callable[[], Any]) -> Any:
-        if self.sections.open:
-            self.sections.go_on()
-        elif not self.ended:
+        if self._sections.open:
+            self._sections.go_on()
+        elif not self._ended:
             self.hold()
         try:
             try:
-                return self.cover._finish(step())
+                return self._cover._finish(step())
             except BaseException as error:
-                self.cover._failed(error)
+                self._cover._failed(error)
                 raise
         except BaseException:
             self._leave()
             raise
 
     def _leave(self) -> None:
-        self.ended = True
-        self.sections.__exit__()
+        self._ended = True
+        self._sections.__exit__()
 
     def __del__(self) -> None:
-        if self.sections.open:
+        if self._sections.open:
             self.close()
 
 

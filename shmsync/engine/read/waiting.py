@@ -46,6 +46,7 @@ class Follower(Protocol):
 
     def move(self, slot: int) -> bool:
         """Show this slot, whose version the open section holds. False: drop this follower."""
+        raise NotImplementedError
 
     def rebase(self, arena: Arena) -> None:
         """From the next move() on, show this arena. Its leaves are the same, its slots and addresses are not."""

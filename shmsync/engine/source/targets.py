@@ -32,14 +32,15 @@ def made_anew(target: object, again: object) -> str | None:
 
 def collisions(targets: Mapping[Key, torch.Tensor], places: Mapping[Key, int]) -> list[str]:
     """Pairs of targets that share memory though their values come from different places, one sentence each."""
-    spans = [(*span(target), key) for key, target in targets.items() if target.numel()]
-    spans.sort(key=lambda each: (str(targets[each[2]].device), each[0]))
+    devices: dict[torch.device, list[tuple[int, int, Key]]] = {}
+    for key, target in targets.items():
+        if target.numel():
+            devices.setdefault(target.device, []).append((*span(target), key))
     return [
         f"{'.'.join(one)} and {'.'.join(two)} share memory, but have values of their own"
-        for one, two in meeting(spans)
-        if targets[one].device == targets[two].device
-        and (places[one] != places[two] or tie(targets[one]) != tie(targets[two]))
-        and _meet(targets[one], targets[two])
+        for _, spans in sorted(devices.items(), key=lambda each: str(each[0]))
+        for one, two in meeting(sorted(spans, key=lambda each: each[0]))
+        if (places[one] != places[two] or tie(targets[one]) != tie(targets[two])) and _meet(targets[one], targets[two])
     ]
 
 

@@ -23,7 +23,7 @@ class PinWait:
     """The writer's wait for a slot that no reader holds.
 
     Attributes:
-        arena, writer, peers, me, close_request: what it was made with; the wait for acks uses them too.
+        arena, writer, peers, me: what it was made with; the wait for acks uses them too.
         died: the rows of dead readers that were taken back since clear(), with their names.
         stalls: waits that ended at their deadline.
         reaped: rows taken back.
@@ -33,7 +33,7 @@ class PinWait:
         self, arena: Arena, name: str, writer: _native.Writer, peers: Peers, owner: int, close_request: CloseRequest
     ) -> None:
         self.arena, self.writer, self.peers, self.me = arena, writer, peers, owner
-        self.close_request = close_request
+        self._close_request = close_request
         self._name = name
         self.died: dict[RowId, int | str] = {}
         self.stalls = self.reaped = 0
@@ -44,7 +44,7 @@ class PinWait:
         False: a stopped process is in the only slot. It may never continue, and the gate keeps all other readers out.
         """
         writer = self.writer
-        with self.close_request.waiting():
+        with self._close_request.waiting():
             while True:
                 self._refuse_own_pins()
                 free = writer.wait_begin(slice_until(deadline))
@@ -62,7 +62,7 @@ class PinWait:
 
     def while_stopped(self, deadline: float) -> None:
         """Wait, with the gate open, until the stopped process goes on, leaves or dies; at most to the deadline."""
-        with self.close_request.waiting():
+        with self._close_request.waiting():
             while self._held_by_stopped() and time.monotonic() < deadline:
                 self._end_if_closed()
                 time.sleep(_LOOK_AT_STOPPED)
@@ -73,7 +73,7 @@ class PinWait:
         return any(self.peers.state(owner) is stopped for _, owner, _ in blockers)
 
     def _end_if_closed(self) -> None:
-        if self.close_request.pending():
+        if self._close_request.pending():
             raise ClosedError(
                 f"arena {self._name!r} was closed by another thread; nothing was published, make a new Publisher"
             )

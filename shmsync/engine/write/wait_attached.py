@@ -7,13 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from numbers import Integral
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...memory.system.process import Peer, Peers, owner_word
 from ..deadlines import check_worker
 from ..outcome import Outcome, Wording
 from ..row_wait import RowWait
-from .writing import WriteSide
+
+if TYPE_CHECKING:
+    from .writing import WriteSide
 
 Procs = Sequence[Any] | Mapping[int, Any] | None
 

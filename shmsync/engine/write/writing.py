@@ -100,7 +100,9 @@ class WriteSide:
     @property
     def current(self) -> tuple[int, int]:
         """The published version, and its slot."""
-        return self._writer.published
+        if self.later is not None:
+            return self._writer.published
+        return int(self._writer.version), int(self._writer.current_slot)
 
     def settle(self, deadline: float) -> None:
         """On a device: wait until the version that is under way is published.

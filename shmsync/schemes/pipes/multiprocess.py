@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -106,7 +105,7 @@ class MultiProcessCarrier(PipeCarrier):
         self._checksum = checksum
         self._partial = partial
         self._in_use: list[tuple[Link, Tag, WeightsMessage]] = []  # unanswered, in memory of this process
-        self._sent: defaultdict[str, _Sent] = defaultdict(_Sent)  # by model
+        self._sent: dict[str, _Sent] = {}  # by model
 
     @override
     def add(self, index: int, pipe: Any, process: Any = None) -> None:
@@ -115,7 +114,11 @@ class MultiProcessCarrier(PipeCarrier):
 
     @override
     def version(self, model_id: str) -> int:
-        return self._sent[model_id].version
+        sent = self._sent.get(model_id)  # a look makes nothing: it holds no lock
+        return 0 if sent is None else sent.version
+
+    def _sent_of(self, model_id: str) -> _Sent:
+        return self._sent.get(model_id) or self._sent.setdefault(model_id, _Sent())
 
     @override
     def plan(self, model_id: str, weights: Any, links: Mapping[int, Link], version: int) -> Plan:
@@ -130,7 +133,7 @@ class MultiProcessCarrier(PipeCarrier):
         message = WeightsMessage(Tag(model_id, version), weights, apart=apart)
         keys = [(model_id, index) for index in links]
         sums = self._sums.noted(leaves, keys) if self._checksum else {}
-        sent = self._sent[model_id]
+        sent = self._sent_of(model_id)
 
         def accept() -> None:
             sent.newest = version, message
@@ -150,7 +153,7 @@ class MultiProcessCarrier(PipeCarrier):
 
     @override
     def announce(self, model_id: str, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
-        sent = self._sent[model_id]
+        sent = self._sent_of(model_id)
         if sent.newest is None:
             raise ProtocolError(
                 f"there are no weights of {model_id!r} to bring: the workers refused version "
@@ -186,7 +189,7 @@ class MultiProcessCarrier(PipeCarrier):
     @override
     def mark(self, posted: Posted, outcome: Outcome) -> None:
         self._release()
-        sent = self._sent[posted.model_id]
+        sent = self._sent_of(posted.model_id)
         if sent.newest is not None and sent.newest[0] == posted.version:
             if outcome.done:
                 sent.applied = sent.newest

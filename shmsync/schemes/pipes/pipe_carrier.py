@@ -1,4 +1,4 @@
-"""The one way of sending over pipes. A kind of scheme says what travels: it derives a PipeCarrier of five methods."""
+"""The one way of sending over pipes. A kind of scheme says what travels: it derives a PipeCarrier of four methods."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class WorkerTransport(PipeTransport):
 
     def __init__(self, carrier: PipeCarrier, index: int, link: Link, timeout: float) -> None:
         super().__init__(link.pipe, timeout, carrier)
-        self.link = link
+        self.link, self.worker_idx = link, index
         self._own_links = {index: link}
 
     def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:

@@ -9,6 +9,7 @@ from tensordict import TensorDictBase
 from torch import nn
 from typing_extensions import override
 
+from ...engine.deadlines import check_worker
 from ...engine.publish_all import Publication, publish_all
 from ...engine.publisher import Publisher, writer_of
 from ...engine.source.pickling import dumps, small
@@ -49,6 +50,7 @@ class SharedMemCarrier(PipeCarrier):
 
     @override
     def add(self, index: int, pipe: Any, process: Any = None) -> None:
+        index = check_worker(index)
         self.publishers.group_of(index)  # or raise
         known = self.links.get(index)
         if known is None or known.pipe is not pipe or process is not None:

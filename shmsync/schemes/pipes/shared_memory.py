@@ -55,7 +55,17 @@ class SharedMemTransport(PipeTransport):
         checksum: bool = False,
     ) -> None:
         timeout = timeout_or_default(timeout)
-        publishers = Publishers(ArenaOptions(slots, timeout, groups, alias, partial, dtype, device, checksum))
+        options = ArenaOptions(
+            slots=slots,
+            timeout=timeout,
+            groups=groups,
+            alias=alias,
+            partial=partial,
+            dtype=dtype,
+            device=device,
+            checksum=checksum,
+        )
+        publishers = Publishers(options)
         self.policy_weights = {} if policy_weights is None else policy_weights
         super().__init__(None, timeout, SharedMemCarrier(publishers, self.policy_weights, auto_register))
         self.subscriptions = Subscriptions(consistency=consistency, timeout=timeout, partial=partial)

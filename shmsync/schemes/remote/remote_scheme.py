@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from typing_extensions import override
 
-from ...engine.deadlines import check_worker, deadline_after, timeout_or_default
+from ...engine.deadlines import check_worker, timeout_or_default
 from ...engine.source.dtypes import Dtypes
 from ...engine.source.strategy import Form
 from ...engine.subscriber import Consistency
@@ -295,9 +295,10 @@ class RemoteSender(WeightSender):
             self._owed.settle(given, done, failed)
         posted.check(f"version {self._version} of {self._model_id!r}", self._version, self._transports)
 
-    @override
-    def _deadline(self, timeout: float | None) -> float:
-        return deadline_after(timeout, self._scheme.timeout)
+    @property
+    def default_timeout(self) -> float:  # type: ignore[override]
+        """Of a call without timeout=, in seconds: the scheme's."""
+        return self._scheme.timeout
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

@@ -8,6 +8,7 @@ from torch import nn
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 
 import shmsync
+from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from support.torchrl import parts, policies
 from support.torchrl.parts import ask
 from support.torchrl.policies import Acting, Normalising, Outer, Remembering, Tied
@@ -97,6 +98,21 @@ def test_extra_state_of_several_modules_goes_to_each(collector):
     policy.module.inner.write("more")
     collecting.update_policy_weights_()
     assert notes(collecting) == [[(2, ["inner", "more"]), (2, ["deeper", "still"])]] * 2
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_extra_state_may_grow_as_much_as_it_likes(collector, slots):
+    policy = Acting(Remembering())
+    collecting = collector(policy, scheme=ShmWeightSyncScheme(slots=slots))
+    batches = iter(collecting)
+    written = []
+    for size in (10, 1000, 100_000, 3_000_000, 5):
+        written.append("x" * size)
+        policy.module.write(written[-1])
+        collecting.update_policy_weights_()
+        assert notes(collecting) == [[(len(written), written)]] * 2
+        batch = next(batches)
+        assert (batch["action"] == len(written)).all() and (batch["policy_version"] == len(written)).all()
 
 
 def test_extra_state_grows_for_one_worker_alone(collector):

@@ -41,7 +41,7 @@ def test_the_state_goes_on_over_updates(collector, kind, which, slots):
 
 
 @pytest.mark.parametrize("which", first(PROCESSES))
-@pytest.mark.parametrize("kind", first(["LSTM", "nn.GRU"]))
+@pytest.mark.parametrize("kind", ["LSTM", "nn.GRU"])
 def test_spawn(kind, which):
     with parts.collectors("spawn") as make:
         assert collected(make, which, kind).over_updates
@@ -69,7 +69,7 @@ def forked(say, which, kind):
     collecting.shutdown()
 
 
-@pytest.mark.parametrize("kind", first(["GRU", "nn.LSTM"]))
+@pytest.mark.parametrize("kind", ["GRU", "nn.LSTM"])
 @pytest.mark.parametrize("which", first(PROCESSES))
 def test_fork(which, kind):
     with children.child(forked, which, kind, method="spawn") as child:

@@ -11,7 +11,6 @@ from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 
 import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
-from support.choice import first
 from support.processes import alive, segments
 from support.torchrl import children, environments, parts, probes
 from support.torchrl.environments import Critic, Steps
@@ -64,7 +63,7 @@ def last_days_of(collecting):
     assert caught.value.missing == [0]
 
 
-@pytest.mark.parametrize("kind", first(KINDS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_spawn(kind):
     with parts.collectors("spawn") as make:
         policy = Tagged(1)
@@ -130,11 +129,7 @@ def forked(say, kind, models):
 
 @pytest.mark.parametrize(
     ("kind", "models"),
-    [
-        pytest.param(MultiSyncCollector, 1, marks=pytest.mark.full),
-        (MultiSyncCollector, 2),
-        pytest.param(MultiAsyncCollector, 1, marks=pytest.mark.full),
-    ],
+    [pytest.param(MultiSyncCollector, 1, marks=pytest.mark.full), (MultiSyncCollector, 2), (MultiAsyncCollector, 1)],
 )
 def test_fork(kind, models):
     """With fork the scheme is not pickled: a worker has the trainer's, with all that it holds."""

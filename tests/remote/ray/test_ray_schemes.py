@@ -124,3 +124,22 @@ def test_an_actor_that_ray_starts_again_is_sent_to_again(tmp_path):
     assert sender.send(parts.net(3.0)) == 3
     assert ray.get(actor.look.remote()) == (3.0, 3)
     parts.end([actor])
+
+
+def test_actors_that_join_and_leave_the_list_are_seen_at_the_next_send(crew):
+    for given in ("a list", "a context"):
+        roster = [crew[0]]
+        context = Context(remote_collectors=roster)
+        scheme = RayWeightSyncScheme()
+        scheme.init_on_sender(
+            "policy", **({"remote_collectors": roster} if given == "a list" else {"context": context})
+        )
+        sender = scheme.get_sender()
+        sender.send(parts.net(1.0))
+        roster.append(crew[1])
+        sender.send(parts.net(2.0))
+        assert parts.ask(crew, "look") == [(2.0, 2)] * 2
+        del roster[0]
+        sender.send(parts.net(3.0))
+        assert sender.worker_ids == [0]
+        assert parts.ask(crew, "look") == [(2.0, 2), (3.0, 3)]

@@ -24,6 +24,13 @@ class OneWay(Exception):
         super().__init__(words)
 
 
+class Frozen(Exception):
+    """As an exception that is a frozen dataclass."""
+
+    def __setattr__(self, name, value):
+        raise AttributeError(f"cannot assign to field {name!r}")
+
+
 class Disguised(Exception):
     """Unpickled, it is one that would end the trainer."""
 
@@ -52,6 +59,7 @@ KINDS = {
     "KeyboardInterrupt": lambda: KeyboardInterrupt(WORDS),
     "GeneratorExit": lambda: GeneratorExit(WORDS),
     "Unpicklable": lambda: Unpicklable(WORDS),
+    "Frozen": lambda: Frozen(WORDS),
     "OneWay": lambda: OneWay(WORDS, 1),
     "Disguised": lambda: Disguised(WORDS),
     **({"ExceptionGroup": _group, "BaseExceptionGroup": _base_group} if sys.version_info >= (3, 11) else {}),

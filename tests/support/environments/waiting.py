@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import mmap
+import multiprocessing
 import os
 import struct
 import threading
@@ -55,6 +56,18 @@ class OwnThread(Counting):
 
     def close(self):
         self.check()
+
+
+class Forking(Counting):
+    """A simulator in a process of its own, which it forks at each reset from the thread that it lives in."""
+
+    def reset(self, **kwargs):
+        pipe, theirs = multiprocessing.Pipe(duplex=False)
+        child = multiprocessing.get_context("fork").Process(target=theirs.send, args=("ready",))
+        child.start()
+        child.join()
+        assert (pipe.recv(), child.exitcode) == ("ready", 0)
+        return super().reset(**kwargs)
 
 
 class Breaking(Counting):

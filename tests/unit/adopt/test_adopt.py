@@ -204,3 +204,10 @@ def test_an_adopted_module_outlives_a_publisher_that_nobody_closed():
     with torch.no_grad():
         module.weight.add_(1)
     module.load_state_dict(doubled(module))
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_adopt_needs_one_slot(publisher, slots):
+    pub = publisher(nn.Linear(2, 2), slots=slots)
+    with pytest.raises(ValueError, match="publish"):
+        pub.adopt(nn.Linear(2, 2))

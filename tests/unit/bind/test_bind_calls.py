@@ -394,3 +394,20 @@ def test_a_generator_that_an_optimistic_call_returns_is_pinned(bound):
         assert len(list(worker.lazily(x))) == 3
         assert pub.publish() == 3
     assert section.torn
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@torch.no_grad()
+def test_a_call_of_a_module_of_two_arenas_holds_both_versions(publisher, subscriber, slots):
+    trainer, worker = Policy(), Policy()
+    base, adapter = publisher(trainer, slots=slots, exclude="head.*"), publisher(trainer, slots=slots, include="head.*")
+    first, second = subscriber(base), subscriber(adapter)
+    first.bind(worker)
+    second.bind(worker)
+    held = []
+    worker.head.register_forward_pre_hook(lambda *_: held.append((first.refresh(), second.refresh())))
+    for publish in (base.publish, adapter.publish):
+        publish()
+        worker(torch.randn(2, 4))
+        assert (first.version, second.version) == (base.version, adapter.version)
+    assert held == [(False, False)] * 2, "one section over both"

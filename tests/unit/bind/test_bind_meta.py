@@ -86,6 +86,7 @@ KINDS = {
     ),
     "MultiheadAttention": lambda: nn.TransformerDecoderLayer(3, 1, 4, dropout=0.0).self_attn,
     "Transformer layers": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(3, 1, 4, dropout=0.0), 2),
+    "statistics": lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(2)),
     "tied LSTMs": Tied,
     "tied embedding": Embedded,
     "a list": lambda: Holding(lambda parameter: [parameter]),

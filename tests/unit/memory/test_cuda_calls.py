@@ -611,6 +611,23 @@ def test_a_publish_during_a_capture_is_refused_before_anything_changes(arena, sl
     assert value(sub) == (2, 2.0)
 
 
+def test_a_slot_is_kept_until_the_kernels_of_its_section_are_done(arena):
+    source = {"t": torch.full((100,), 1.0)}
+    calls, pub, sub = arena(source, 1)
+    kernels, seen, gate = visible.device(0).stream(), [], threading.Event()
+    calls.stream_of(kernels.handle).give(gate.wait)
+    with sub.read() as section:
+        weights = section.weights["t"]
+        calls.kernel(lambda: seen.append(set(weights.tolist())), kernels.handle)
+        section.release_after(torch_stream(kernels.handle))
+    source["t"].fill_(2)
+    with pytest.raises(shmsync.ReaderStalled):
+        pub.publish(timeout=0.2)
+    gate.set()
+    assert pub.publish(wait=[]) == 2
+    assert seen == [{1.0}]
+
+
 def test_a_section_around_a_capture_holds_nothing_up(arena):
     source = {"t": torch.full((100,), 1.0)}
     calls, pub, sub = arena(source, 1)

@@ -123,3 +123,9 @@ def test_a_publish_that_gives_nothing_is_refused(publisher):
         with pytest.raises(shmsync.ManifestMismatch, match="none of the arena's leaves"):
             pub.publish(nothing)
     assert pub.version == 1
+
+
+@pytest.mark.parametrize("too_many", [{"slots": 128}, {"max_readers": 4097}], ids=str)
+def test_one_more_than_there_can_be_is_refused(publisher, too_many):
+    with pytest.raises(ValueError, match=next(iter(too_many))):
+        publisher({"t": torch.ones(1)}, **too_many)

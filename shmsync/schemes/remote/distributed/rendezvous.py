@@ -65,7 +65,7 @@ def read_address(store: Any, rank: int) -> RankAddress | None:
         raise ProtocolError(
             f"the store of torch.distributed has under {_key(rank)!r} {reprlib.repr(found)}, which no worker of this "
             f"scheme wrote ({str(error)[:200]}); see who else uses this key, and run the same shmsync on all ranks"
-        ) from error
+        ) from None
 
 
 def _key(rank: int) -> str:

@@ -21,7 +21,7 @@ from ..weight_client import fetched
 from .ray_carrier import RayCarrier, TensorTransport, check_tensor_transport
 from .ray_requests import RayCall, invoke, require_ray
 
-_METHODS: dict[str | None, tuple[str, str]] = {
+_METHODS = {
     "tensordict": ("_update_weights_tensordict", "params"),
     "state_dict": ("_update_weights_state_dict", "state_dict"),
 }  # of RayModuleTransform's actors
@@ -37,8 +37,6 @@ class RayTransport(RemoteTransport):
 
     Raises ImportError when Ray is not installed, ValueError for another tensor_transport.
     """
-
-    update_method: Form | None = None  # of RayModuleTransform's actors; None: the actor is a collector
 
     def __init__(
         self,
@@ -77,9 +75,14 @@ class RayTransport(RemoteTransport):
 
     def ask(self, content: Any) -> Call:
         """Call the actor with `content`: weights, a ticket for them, or an Announcement."""
-        method, argument = _METHODS.get(self.update_method, ("update_policy_weights_", "policy_or_weights"))
+        method, argument = self._method
         content = fetched(content)
         return RayCall(invoke(self.actor, method, argument, content), content)
+
+    @property
+    def _method(self) -> tuple[str, str]:
+        """Of the actor, and the name of its parameter."""
+        return "update_policy_weights_", "policy_or_weights"
 
     @override
     def check_connection(self) -> bool:
@@ -188,6 +191,11 @@ class RayActorTransport(RayTransport):
         """Reach this actor from now on."""
         self.actor = actor_ref
         self._found = None  # it is not known on which node this one is
+
+    @property
+    @override
+    def _method(self) -> tuple[str, str]:
+        return _METHODS[self.update_method]
 
     @override
     def check_connection(self) -> bool:

@@ -37,7 +37,7 @@ class WeightUpdaterBase(ABC):
     """
 
     _collector_ref: weakref.ref[Any] | None = None
-    post_hooks: list[Callable[[], Any]]  # what is called after each push, in this order
+    _hooks: list[Callable[[], Any]] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -46,9 +46,7 @@ class WeightUpdaterBase(ABC):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Make one. TorchRL may have been imported since the class was."""
         _introduce_to_torchrl()
-        made = super().__new__(cls)
-        made.post_hooks = []  # here, since the __init__() of a subclass need not call this one's
-        return made
+        return super().__new__(cls)
 
     @classmethod
     def from_policy(cls, policy: nn.Module) -> WeightUpdaterBase | None:
@@ -68,6 +66,13 @@ class WeightUpdaterBase(ABC):
     def collector(self) -> Any:
         """The registered collector; None when there is none, or it is gone."""
         return None if self._collector_ref is None else self._collector_ref()
+
+    @property
+    def post_hooks(self) -> list[Callable[[], Any]]:
+        """What is called after each push, in this order."""
+        if self._hooks is None:
+            self._hooks = []
+        return self._hooks
 
     def register_post_hook(self, hook: Callable[[], Any]) -> None:
         """Call this hook, without arguments, after each push that went well."""
