@@ -8,6 +8,7 @@ and would wait for such a request, so this thread is a daemon.
 from __future__ import annotations
 
 import _thread
+import atexit
 import contextlib
 import queue
 import threading
@@ -22,6 +23,7 @@ from typing_extensions import override
 from ... import _native
 from .timed_queue import TimedQueue
 
+_AT_EXIT = 2.0  # seconds that the exit of the process waits for requests under way
 GRACE = 0.04  # seconds that a task has to return, beyond its deadline; a call has up to two of them
 
 
@@ -116,3 +118,16 @@ def _end(items: TimedQueue[Any], thread: threading.Thread) -> None:
     if thread is not threading.current_thread():
         with contextlib.suppress(RuntimeError):  # it has not begun, and will end at once
             thread.join(GRACE)
+        if thread.is_alive():
+            _late.add(thread)
+
+
+_late: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # were ended in the middle of a request
+
+
+@atexit.register
+def _wait_for_late() -> None:
+    """A thread that returns from torch's own code while the interpreter goes would abort the process."""
+    deadline = time.monotonic() + _AT_EXIT
+    for thread in list(_late):
+        thread.join(max(0.0, deadline - time.monotonic()))

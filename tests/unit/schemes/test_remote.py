@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import typing
@@ -125,6 +127,20 @@ def test_a_clerk_does_one_task_after_the_other_and_gives_futures():
     assert first.result() is True
     assert isinstance(second.exception(), ZeroDivisionError)
     executor.close()
+
+
+def test_an_exit_waits_for_a_request_that_is_under_way():
+    """Its thread would come back from torch's own code into an interpreter that is gone, which aborts the process."""
+    program = """
+import time
+from shmsync.schemes.link.serial_executor import SerialExecutor
+executor = SerialExecutor()
+executor.give(lambda: (time.sleep(0.5), print("done", flush=True)))
+time.sleep(0.1)
+executor.close()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd="/")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
 @pytest.mark.parametrize(
