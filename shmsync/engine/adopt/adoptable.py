@@ -55,7 +55,7 @@ def parts_of(
     second = {key for key, first in names.items() if collected.tensors[key] is collected.tensors[first]}
     tensors = without(collected.tensors, second)
     collected = collected._replace(tensors=tensors)
-    problems = mismatches(tensors, arena, partial=False, any_device=True, source_is="module")
+    problems = mismatches(tensors, arena, partial=False, any_device=True, source_is="adopted module")
     problems = problems or [f"{each}; make the Publisher with device='same'" for each in elsewhere(tensors, arena)]
     if problems:
         raise misfit(name, problems)

@@ -55,7 +55,7 @@ def mismatches(
             # What is published may be cast on its way, but a module computes in the dtype it was built for.
             castable = source_is == "source" and value.dtype.is_floating_point
             if value.dtype != leaf.dtype and not (castable and leaf.cast):
-                more = ""
+                more = ": the arena casts it" if leaf.cast and source_is == "adopted module" else ""
                 if castable and leaf.dtype.is_floating_point:
                     more = f'; make the scheme or the publisher with dtype={{"*": {leaf.dtype}}} to have it cast'
                 problems.append(f"{name} is {leaf.dtype} in the arena but {value.dtype} in the {source_is}{more}")
