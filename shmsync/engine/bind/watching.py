@@ -214,8 +214,12 @@ _HOOKS: dict[Callable[..., Any], None] = dict.fromkeys(
 def unguarded_loads(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
     """The methods of these modules that load weights and are not replaced by a proxy yet."""
     for child in modules:
+        own = child.__dict__
         for name in ("load_state_dict", "_load_from_state_dict"):
-            if not isinstance(child.__dict__.get(name), Proxy) and hasattr(child, name):
+            if name in own:
+                if not isinstance(own[name], Proxy):
+                    yield child, name
+            elif hasattr(child, name):
                 yield child, name
 
 
