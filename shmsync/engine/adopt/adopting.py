@@ -20,7 +20,7 @@ from ...memory.manifest import Key
 from ...memory.strides import same_order
 from ...memory.torch_modes import plainly, run_plainly
 from ..bind.guard import Proxy
-from ..bind.watching import unguarded_loads
+from ..bind.watching import unguarded_loads, would_be_written
 from ..source.aliases import shown_by_others
 from ..source.manifest_check import same_layout
 from ..source.sources import Filter, collect
@@ -321,8 +321,7 @@ class AdoptedLoading(Proxy):
             return adoption.load_inside(lambda: self.inner(state_dict, *args, **kwargs))
         if not adoption.inside():
             prefix, placed = args[0] if args else "", {id(tensor) for tensor in adoption._placed.values()}
-            own = [prefix + name for name, tensor in self.module._parameters.items() if id(tensor) in placed]
-            written = sorted(name for name in own if name in state_dict)
+            written = would_be_written(state_dict, prefix, self.module._parameters.items(), placed)
             if written:
                 raise ProtocolError(
                     f"load_state_dict() of a module around the adopted one would write {len(written)} parameter(s), "

@@ -223,6 +223,13 @@ def unguarded_loads(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, s
                 yield child, name
 
 
+def would_be_written(
+    state_dict: Mapping[str, Any], prefix: str, named: Iterable[tuple[str, torch.Tensor | None]], shown: set[int]
+) -> list[str]:
+    """The keys of a state_dict() that belong to those of the named tensors whose ids are among these."""
+    return sorted({prefix + name for name, tensor in named if id(tensor) in shown and prefix + name in state_dict})
+
+
 class Loading(Proxy):
     """Replaces `load_state_dict()` of a module, or the part of it that writes the module's own tensors."""
 
@@ -233,9 +240,7 @@ class Loading(Proxy):
         if not shown:
             return self.inner(state_dict, *args, **kwargs)
         named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-        names = {prefix + name for name, tensor in named if id(tensor) in shown}
-        refused = sorted(name for name in names if name in state_dict)
-        if refused:
+        if refused := would_be_written(state_dict, prefix, named, shown):
             raise ProtocolError(
                 f"load_state_dict() would write {len(refused)} tensor(s) of a bound module, such as "
                 f"{refused[0]}: they show the arena, which is read-only here. Load into the trainer's module "
