@@ -96,15 +96,15 @@ def _watch(pub: Publisher, path: Path, names: set[str], loaded: Stamp, interval:
             try:
                 if not _publish_again(pub, path, names, seen):
                     continue
-            except ManifestMismatch as error:
-                _say(f"{path} is refused, and version {pub.version} stays: {error}")
-            except ShmSyncError as error:  # as of a reader that stays in its section: it is tried again
-                if seen != said:
-                    _say(f"{path} is not published yet, and version {pub.version} stays: {error}")
-                said = seen
-                continue
             except Exception as error:  # nothing that a file holds ends the process while others use its arena
-                _say(f"{path} is refused, and version {pub.version} stays: {error or type(error).__name__}")
+                # As of a reader that stays in its section: it is tried again.
+                again = isinstance(error, ShmSyncError) and not isinstance(error, ManifestMismatch)
+                if not again or seen != said:
+                    what, why = "not published yet" if again else "refused", str(error) or type(error).__name__
+                    _say(f"{path} is {what}, and version {pub.version} stays: {why}")
+                said = seen
+                if again:
+                    continue
             loaded = said = seen
 
 

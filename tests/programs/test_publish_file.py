@@ -16,46 +16,31 @@ from torch import nn
 
 import shmsync
 from support.processes import until
+from support.programs.programs import Example
 
 safetensors = pytest.importorskip("safetensors.torch", reason="these files need shmsync[safetensors]")
 
 
-class Command:
-    """One running command; what it has printed is in `lines`."""
+class Command(Example):
+    """One running command, for an arena of this name."""
 
-    def __init__(self, name, *arguments):
-        self.name, self.lines = name, []
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "shmsync", "publish", name, *map(str, arguments)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-
-    def read_until(self, pattern):
-        for line in self.process.stdout:
-            self.lines.append(line.strip())
-            if re.search(pattern, line):
-                return line
-        pytest.fail(f"it ended before it printed {pattern!r}: {self.lines}")
-
-    def end(self, signum=signal.SIGTERM):
-        self.process.send_signal(signum)
-        self.lines += self.process.communicate()[0].splitlines()
-        return self.process.returncode
+    def __init__(self, directory, name, *arguments):
+        self.name = name
+        super().__init__(directory, "-m", "shmsync", "publish", name, *map(str, arguments))
 
 
 @pytest.fixture
-def publish():
+def publish(tmp_path):
     """publish(*arguments) starts the command for an arena of its own."""
     started = []
 
     def start(*arguments, name=None):
-        started.append(Command(name or f"file-{secrets.token_hex(4)}", *arguments))
+        started.append(Command(tmp_path, name or f"file-{secrets.token_hex(4)}", *arguments))
         return started[-1]
 
     yield start
     for each in started:
-        each.process.kill()
-        each.process.wait()
+        each.kill()
         each.process.stdout.close()
 
 
@@ -92,9 +77,10 @@ def test_readers_get_each_file_until_a_signal_ends_it(tmp_path, publish, suffix,
                 assert torch.equal(section.weights["body", "weight"], weights(version)["body.weight"])
         versions = sub.versions()
         assert next(versions) == 3
-        assert command.end(signum) == 0
+        command.process.send_signal(signum)
+        lines = command.end().splitlines()
         assert list(versions) == []  # in order: readers see that it is closed, not that it died
-    assert command.lines[1:] == [
+    assert lines[1:] == [
         f"version 2 of {command.name}: {path}, 2 tensors, 60 B",
         f"version 3 of {command.name}: {path}, 2 tensors, 60 B",
         f"arena {command.name} ends at version 3",
@@ -223,9 +209,8 @@ def test_what_it_cannot_begin_with_is_said(tmp_path, publish, content, said):
     if content is not None:
         torch.save(content, path)
     command = publish(path)
-    output, _ = command.process.communicate()
-    assert command.process.returncode == 1
-    assert said in output and "Traceback" not in output
+    command.end(code=1)
+    assert said in command.errors.read_text()
 
 
 @pytest.mark.parametrize(("arguments", "status"), [(["--slots", "0"], 1), (["--interval", "0"], 2)])
@@ -233,9 +218,8 @@ def test_arguments_out_of_range_are_refused(tmp_path, publish, arguments, status
     path = tmp_path / "policy.pt"
     torch.save(weights(1), path)
     command = publish(path, *arguments)
-    output, _ = command.process.communicate()
-    assert command.process.returncode == status
-    assert arguments[0][2:] in output and "Traceback" not in output
+    command.end(code=status)
+    assert arguments[0][2:] in command.errors.read_text()
 
 
 def test_a_name_that_is_taken_is_refused(tmp_path, publish):
@@ -243,5 +227,5 @@ def test_a_name_that_is_taken_is_refused(tmp_path, publish):
     torch.save(weights(1), path)
     with shmsync.Publisher(weights(1), name=f"taken-{os.getpid()}") as pub:
         command = publish(path, name=pub.name)
-        output, _ = command.process.communicate()
-    assert command.process.returncode == 1 and pub.name in output and "Traceback" not in output
+        command.end(code=1)
+    assert pub.name in command.errors.read_text()

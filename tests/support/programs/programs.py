@@ -87,7 +87,7 @@ class Example:
         for line in self.process.stdout:
             self.output += line
             if re.search(pattern, line):
-                return
+                return line
         raise AssertionError(f"it ended before it printed {pattern!r}: {self.output}{self.errors.read_text()}")
 
     def end(self, code=0, unwanted="Traceback|ResourceWarning|shmsync/.*Warning"):
