@@ -28,7 +28,7 @@ def ends(store):
 
 
 def post(trainer, worker):
-    """A message that has come, and that nobody has answered."""
+    """A message that has come, and was not answered."""
     trainer.send_weights_async("policy", SAMPLE())
     assert worker.receive_weights() is not None
 

@@ -101,7 +101,7 @@ class RemoteReceiver(WeightReceiver):
                 if self._handle is not None and isinstance(model, nn.Module):
                     raise ProtocolError(
                         f"{self._model_id!r} is bound to this node's shared memory, which is read-only, by an earlier "
-                        'send with fan_out="node"; keep sending so, or make the worker\'s model anew'
+                        'send with fan_out="node"; keep sending so, or make a new model in the worker'
                     )
                 self._strategy.apply_weights(model, weights)
             self._stamp = stamp or known

@@ -82,7 +82,7 @@ KINDS = [PipeTransport, TimedTransport]
 @pytest.mark.parametrize(
     ("kind", "size", "timeout"),
     [
-        (PipeTransport, LARGE, 60),  # late in its first step: the pipe is full, and nobody reads
+        (PipeTransport, LARGE, 60),  # late in its first step: the pipe is full, and is not read
         (TimedTransport, LARGE, 60),
         (TimedTransport, 1, None),  # in its second; then without a deadline too
     ],

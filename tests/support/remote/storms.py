@@ -66,7 +66,7 @@ def storm_of_receipts(state):
 
 
 def storm_of_beginnings(state):
-    """init_on_sender() and shutdown() of schemes that nobody hears of: (other errors, how many threads there were)."""
+    """init_on_sender() and shutdown() of schemes without workers: (other errors, how many threads there were)."""
     before = threading.active_count()
 
     def begin():
