@@ -114,9 +114,7 @@ class ArenaWriter:
             self.side.ready(deadline)
             try:
                 plan = self.plan(weights, optional)
-                if after is not None:
-                    self.side.await_sources(plan, deadline, after)
-                return publish_plan(self.side, plan, deadline, acks, version)
+                return publish_plan(self.side, plan, deadline, acks, version, after)
             finally:
                 self.plans.release()
 

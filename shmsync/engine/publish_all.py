@@ -38,7 +38,7 @@ def publish_all(publications: Sequence[Publication], version: int | None, deadli
         ]
     for each in publications:
         side = each.writer.side
-        if side.later is not None:  # the caller announces these versions to others
+        if not side.writes.at_once:  # the caller announces these versions to others
             with side.lock:
                 side.ready(deadline)
     return versions

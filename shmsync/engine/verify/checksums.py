@@ -55,11 +55,7 @@ def checksums_in(arena: Arena, slot: int) -> dict[int, int]:
     """The checksums that a slot shows, by the offset of their leaf. Call it inside a section."""
     manifest = arena.manifest
     assert manifest.sums is not None
-    if arena.on_device is not None:
-        words = bytes_on_device(arena, slot, manifest.sums, manifest.written_bytes)
-        return dict(zip(manifest.places, memoryview(words).cast("Q"), strict=True))
-    start = int(arena.slab.readonly.data_ptr()) + slot * manifest.slot_bytes
-    words = (ctypes.c_uint64 * len(manifest.places)).from_address(start + manifest.sums)
+    words = slot_bytes(arena, slot, manifest.sums, manifest.written_bytes).cast("Q")
     return dict(zip(manifest.places, words, strict=True))
 
 
@@ -90,17 +86,14 @@ class ChecksumWriter:
         changed: Collection[int] = self._places  # the leaves whose checksums are not known
         if self._given is not None:
             changed = {offset for offset in self._places if offset in self._given or offset not in self._known}
-        whole: memoryview | None = None
-        if arena.on_device is None:
-            whole = memory(arena.slot_address(slot), arena.manifest.slot_bytes)
-        elif len(changed) == len(self._places):  # one copy from the device, and else one for each leaf
-            whole = memoryview(bytes_on_device(arena, slot, 0, self._at))
+        # From a device one copy of all of them, and else one for each leaf.
+        whole = slot_bytes(arena, slot, 0, self._at) if len(changed) == len(self._places) else None
         digest = _library().xxh3_64_intdigest
         new: dict[int, int] = {}
         for offset, size in self._places.items():
             if offset in changed:
                 end = offset + size
-                new[offset] = digest(bytes_on_device(arena, slot, offset, end) if whole is None else whole[offset:end])
+                new[offset] = digest(slot_bytes(arena, slot, offset, end) if whole is None else whole[offset:end])
             else:
                 new[offset] = self._known[offset]
         self._new = new
@@ -126,9 +119,11 @@ def _raw(arena: Arena, slot: int, begin: int, end: int) -> torch.Tensor:
 
 
 @run_plainly
-def bytes_on_device(arena: Arena, slot: int, begin: int, end: int) -> Any:
-    """A copy of this part of a slot on a device, in the host's memory."""
-    return fetched(_raw(arena, slot, begin, end)).numpy()
+def slot_bytes(arena: Arena, slot: int, begin: int, end: int) -> memoryview:
+    """This part of a slot in the host's memory: itself, or a copy from a device."""
+    if arena.on_device is None:
+        return memory(int(arena.slab.readonly.data_ptr()) + slot * arena.manifest.slot_bytes + begin, end - begin)
+    return memoryview(fetched(_raw(arena, slot, begin, end)).numpy())
 
 
 def _library() -> Any:

@@ -20,48 +20,13 @@ from ...memory.manifest import Manifest
 from ...memory.system.exiting import stay_if_exiting
 from ..copy.copy_plan import CopyPlan
 from ..deadlines import slice_until
+from .host_writes import HostWrites, wait_for_stream
 
 _SLICE = 50_000_000  # ns
 
 
-def fetch_order(devices: Sequence[Device], name: str, deadline: float, after: object = None) -> None:
-    """Wait until these devices have made what the calling thread's own streams, and `after`, have been asked for.
-
-    Raises ValueError for `after` without devices, TypeError where it is none of theirs; DeviceBusy, DeviceFailed.
-    """
-    if after is not None:
-        if not devices:
-            raise ValueError(
-                f"after= orders copies on a device, but arena {name!r} lies in the host's memory, and so do the "
-                "weights; leave it out"
-            )
-        if len(devices) > 1:
-            raise ValueError(
-                "after= orders the copies of one device, but the weights lie on "
-                + " and ".join(device.name for device in devices)
-                + "; let their current streams wait for it instead"
-            )
-        devices[0].follow(devices[0].current(), devices[0].as_stream(after))
-    for device in devices:
-        late = (
-            f"the weights for arena {name!r} are still being made on {device.name}, and nothing was published; give it "
-            "more time with timeout="
-        )
-        _await(device, device.current(), deadline, late)
-
-
-def _await(device: Device, stream: Stream, deadline: float, late: str) -> None:
-    """Wait for what a stream has now. Raises DeviceBusy, which says `late`, at the deadline; DeviceFailed."""
-    while not device.wait(stream, slice_until(deadline) / 1e9):
-        stay_if_exiting()
-        device.check()
-        if time.monotonic() >= deadline:
-            raise DeviceBusy(late)
-    device.check()
-
-
-class DeviceWrites:
-    """The copies of one publisher, and the commit behind them.
+class DeviceWrites(HostWrites):
+    """See HostWrites for what each method has to do.
 
     Args:
         place: the arena's part on the device.
@@ -70,11 +35,12 @@ class DeviceWrites:
         writer: who commits.
     """
 
+    at_once = False
+
     def __init__(self, place: OnDevice, manifest: Manifest, name: str, writer: _native.Writer) -> None:
+        super().__init__(name, writer)
         self._device, self._stream = place.device, place.stream
         self._bytes = manifest.slot_bytes
-        self._name = name
-        self._writer = writer
         self._staging: torch.Tensor | None = None
         self._commit: _native.HostCall | None = None
         self._asked = False  # for copies since the last version that was published; before a write: by one given up
@@ -82,14 +48,16 @@ class DeviceWrites:
 
     @property
     def under_way(self) -> bool:
-        """May a version still be committed, so that no other call may use the writer?"""
+        """As in HostWrites."""
         return self._commit is not None
 
-    def settle(self, deadline: float) -> bool:
-        """Wait until the version that is under way is published. False: there is none.
+    @property
+    def published(self) -> tuple[int, int]:
+        """As in HostWrites; while a version is under way, the one before."""
+        return self._writer.published
 
-        Raises DeviceFailed when it never will be; then it is taken back. DeviceBusy at the deadline.
-        """
+    def settle(self, deadline: float) -> bool:
+        """As in HostWrites."""
         commit = self._commit
         if commit is None:
             return False
@@ -114,25 +82,22 @@ class DeviceWrites:
         self._asked = False
         return True
 
-    def follow(self, after: object) -> None:
-        """Copy only what this stream or event of the user's has made. Raises TypeError for anything else."""
-        stream = self._device.as_stream(after)
-        self._refuse_capture(stream)
-        self._device.follow(self._stream, stream)
+    def order(self, devices: Sequence[Device], after: object, deadline: float) -> None:
+        """As in HostWrites, but the copies wait, not the caller. Raises TypeError for what is no stream or event."""
+        if after is not None:
+            stream = self._device.as_stream(after)
+            self._refuse_capture(stream)
+            self._device.follow(self._stream, stream)
 
     def ready(self, deadline: float) -> None:
-        """See, before anything is written, that the device can be asked for copies now.
-
-        Raises ProtocolError in a capture. Raises DeviceBusy while copies of a write that was given up are under way:
-        they may read the staging memory. DeviceFailed.
-        """
+        """As in HostWrites."""
         self._refuse_capture(self._device.current())
         if self._asked:
             late = (
                 f"copies of an earlier write to arena {self._name!r}, which was given up, are still under way on "
                 f"{self._device.name}, and nothing was published; give it more time with timeout="
             )
-            _await(self._device, self._stream, deadline, late)
+            wait_for_stream(self._device, self._stream, deadline, late)
             self._asked = False
 
     def _refuse_capture(self, stream: Stream) -> None:
@@ -143,12 +108,12 @@ class DeviceWrites:
             )
 
     def carry(self, pieces: list[Piece]) -> None:
-        """Copy within the slab."""
+        """As in HostWrites."""
         self._asked = True
         self._device.copy(self._stream, pieces)
 
     def write(self, plan: CopyPlan, address: int, slot: int) -> None:
-        """Copy what the plan has into the slot, which begins at `address`."""
+        """As in HostWrites."""
         self._asked = True
         mine = self._device.current()
         self._device.follow(self._stream, mine)
@@ -167,23 +132,20 @@ class DeviceWrites:
             self._device.follow(mine, self._stream)
 
     def open_to(self) -> None:
-        """What the calling thread asks its stream for now comes after the copies so far."""
+        """As in HostWrites."""
         self._device.follow(self._device.current(), self._stream)
 
     def finish(self, deadline: float) -> None:
-        """Wait until all that was written is there, what the calling thread's stream does to it too.
-
-        Raises DeviceBusy at the deadline, DeviceFailed.
-        """
+        """As in HostWrites."""
         self._device.follow(self._stream, self._device.current())
         late = (
             f"the next version of arena {self._name!r} is still being copied on {self._device.name}, and its checksums "
             "need the copy; nothing was published, give it more time with timeout="
         )
-        _await(self._device, self._stream, deadline, late)
+        wait_for_stream(self._device, self._stream, deadline, late)
 
     def commit(self) -> int:
-        """Let the device publish what was written, when it is written; its version."""
+        """As in HostWrites; the device publishes it."""
         self._device.follow(self._stream, self._device.current())
         self._number = int(self._writer.next_version)
         self._commit = self._writer.commit_later()
@@ -191,7 +153,7 @@ class DeviceWrites:
         return self._number
 
     def take_back(self) -> None:
-        """The write that was begun ends here: from now on the device commits nothing, unless it has done so already."""
+        """As in HostWrites."""
         commit, self._commit = self._commit, None
         if commit is not None and not commit.cancel():
             while not commit.wait(_SLICE):

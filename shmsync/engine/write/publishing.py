@@ -11,21 +11,25 @@ from .writing import WriteSide
 
 
 def publish_plan(
-    side: WriteSide, plan: CopyPlan, deadline: float, acks: Acks | None = None, version: int | None = None
+    side: WriteSide,
+    plan: CopyPlan,
+    deadline: float,
+    acks: Acks | None = None,
+    version: int | None = None,
+    after: object = None,
 ) -> int:
-    """Carry out a checked plan; the new version. `version`: publish this one instead of the next."""
+    """Carry out a checked plan; the new version. `version`: publish this one instead of the next; `after`: a stream."""
     if acks is not None:
         side.refuse_wait(acks)
-    if not plan.conversions.none:
-        side.await_sources(plan, deadline)
+    if not plan.conversions.none or after is not None:
+        side.writes.order(plan.conversions.devices, after, deadline)
         plan.conversions.stage()
     started = time.perf_counter()
     try:
         if not side.begin_at_once(version):
             begin_all([side], deadline, version)
         side.write(plan)
-        if side.later is not None:
-            side.add_sums(deadline)
+        side.add_sums(deadline)
         version = side.commit()
     except BaseException:  # an interrupt may land anywhere
         side.undo()
@@ -40,7 +44,7 @@ def publish_plans(plans: Sequence[tuple[WriteSide, CopyPlan]], version: int | No
     """Carry out each plan in its arena: all of the versions become visible, or none does. Waits for no acks."""
     for side, plan in plans:
         if not plan.conversions.none:
-            side.await_sources(plan, deadline)
+            side.writes.order(plan.conversions.devices, None, deadline)
             plan.conversions.stage()
     try:
         begin_all([side for side, _ in plans], deadline, version)

@@ -64,8 +64,7 @@ class Update(_native.Scope):
             begin_all([side], deadline_after(self._timeout, side.timeout))
         if side.arena.slots > 1:
             side.carry(None)
-            if side.later is not None:
-                side.later.open_to()
+            side.writes.open_to()
         elif side.adopted is not None:
             side.pull()
         weights = side.arena.weights(side.writer.slot, writable=True)
@@ -91,8 +90,7 @@ class Update(_native.Scope):
             side.adopted.look()  # the body may have replaced tensors too
             side.pull()
             side.counts.bytes_copied += side.adopted.buffers.copy()
-        if side.later is not None:
-            side.add_sums(deadline_after(self._timeout, side.timeout))
+        side.add_sums(deadline_after(self._timeout, side.timeout))
         version = side.commit()
         side.set_updating(None)
         side.counts.updates += 1

@@ -25,8 +25,9 @@ from ..verify.checksums import ChecksumWriter
 from ..verify.tracing import TraceSwitch
 from .acks import Acks, WorkerWatch, wait_for_acks
 from .close_request import CloseRequest
-from .device_writes import DeviceWrites, fetch_order
+from .device_writes import DeviceWrites
 from .dirty_leaves import DirtyLeaves
+from .host_writes import HostWrites
 from .pin_wait import PinWait
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ class WriteSide:
         self.timeout = timeout  # the arena's default, in seconds
         place = arena.on_device
         self._writer = _native.Writer(arena.control, owner, place is not None)
-        self.later = None if place is None else DeviceWrites(place, arena.manifest, name, self._writer)  # on a device
+        self.writes = (
+            HostWrites(name, self._writer) if place is None else DeviceWrites(place, arena.manifest, name, self._writer)
+        )
         self.peers = Peers()
         self.counts = Counts()
         self.lock = _native.WriterLock()
@@ -84,7 +87,7 @@ class WriteSide:
     @property
     def writer(self) -> _native.Writer:
         """Who writes. On a device only behind ready(): until a version is committed, it is the device's."""
-        if self.later is not None and self.later.under_way:
+        if self.writes.under_way:
             raise ProtocolError(f"a version of arena {self.name!r} is under way, and no call has waited for it")
         return self._writer
 
@@ -94,43 +97,30 @@ class WriteSide:
         Call it first, with the lock. On a device it waits until that version is published. Raises as settle() does.
         """
         self.check()  # close() may have come between
-        if self.later is not None:
+        if self.writes.under_way:
             self.settle(deadline)
 
     @property
     def current(self) -> tuple[int, int]:
         """The published version, and its slot."""
-        if self.later is not None:
-            return self._writer.published
-        return int(self._writer.version), int(self._writer.current_slot)
+        return self.writes.published
 
     def settle(self, deadline: float) -> None:
         """On a device: wait until the version that is under way is published.
 
         Raises WriterBusy when it is not in time, DeviceFailed when it never will be.
         """
-        if self.later is None:
-            return
         try:
-            if self.later.settle(deadline):
-                self._dirty.written()
-                if self._sums is not None:
-                    self._sums.committed()
+            if self.writes.settle(deadline):
+                self._published()
         except DeviceFailed:
             self.undo()
             raise
 
-    def await_sources(self, plan: CopyPlan, deadline: float, after: object = None) -> None:
-        """See that what the plan copies from devices is made before it is copied. `after`: as in publish().
-
-        Into the host's memory the calling thread copies: it waits until they are made. Raises WriterBusy when they are
-        not in time, DeviceFailed, ValueError and TypeError for `after`.
-        """
-        if self.later is not None:
-            if after is not None:
-                self.later.follow(after)
-        else:
-            fetch_order(plan.conversions.devices, self.name, deadline, after)
+    def _published(self) -> None:
+        self._dirty.written()
+        if self._sums is not None:
+            self._sums.committed()
 
     def write(self, plan: CopyPlan) -> None:
         """Write the plan into the slot that begin() chose. The caller commits."""
@@ -138,10 +128,7 @@ class WriteSide:
             self.carry(plan.given)
         self.touched = True
         kept = self.pull()  # until the copy is done: the plan may read from there
-        if self.later is None:
-            plan.copy_to(self.address(), self._writer.slot)
-        else:
-            self.later.write(plan, self.address(), self._writer.slot)
+        self.writes.write(plan, self.address(), self._writer.slot)
         del kept
         if self._sums is not None and self.adopted is None:
             self._sums.begin(plan.given)
@@ -149,24 +136,20 @@ class WriteSide:
         self.counts.bytes_copied += plan.nbytes
 
     def add_sums(self, deadline: float) -> None:
-        """On a device: wait until what was written is there, and write its checksums. Before commit().
+        """Write the checksums of what was written, which on a device has to be there first. Before commit().
 
-        Raises WriterBusy at the deadline, DeviceFailed; then nothing is published.
+        They are under the same seqlock and gate as the weights. Raises WriterBusy at the deadline, DeviceFailed; then
+        nothing is published.
         """
-        if self.later is not None and self._sums is not None:
-            self.later.finish(deadline)
+        if self._sums is not None:
+            self.writes.finish(deadline)
             self._sums.write(self._writer.slot)
 
     def commit(self) -> int:
         """Publish what was written; the new version. On a device: when it is written."""
-        if self.later is not None:
-            return self.later.commit()
-        if self._sums is not None:  # under the same seqlock and gate as the weights
-            self._sums.write(self._writer.slot)
-        version = int(self._writer.commit())
-        if self._sums is not None:
-            self._sums.committed()
-        self._dirty.written()
+        version = self.writes.commit()
+        if self.writes.at_once:
+            self._published()
         return version
 
     def watch_hand_out(self, weights: TensorDict) -> None:
@@ -241,7 +224,7 @@ class WriteSide:
             self.skip_to(version)
         self.pin_wait.died.clear()
         self.touched = False
-        return self.later is None and self._writer.begin()
+        return self.writes.at_once and self._writer.begin()
 
     def begin(self, deadline: float) -> bool:
         """Get a slot to write, or raise with nothing written; the caller undoes. Called by begin_all().
@@ -249,8 +232,7 @@ class WriteSide:
         False: a stopped process is in the only slot. It may never continue, and the gate keeps all other readers out.
         """
         writer = self.writer
-        if self.later is not None:
-            self.later.ready(deadline)
+        self.writes.ready(deadline)
         if writer.begin():
             return True
         started = time.perf_counter()
@@ -278,18 +260,13 @@ class WriteSide:
         to, source = self.address(), self._addresses[self.writer.current_slot]
         pieces = self._dirty.begin(self.writer.slot, given)
         if pieces:
-            moves = [(to + offset, source + offset, size) for offset, size in pieces]
-            if self.later is None:
-                _native.copy(moves)
-            else:
-                self.later.carry(moves)
+            self.writes.carry([(to + offset, source + offset, size) for offset, size in pieces])
             self.counts.bytes_copied += sum(size for _, size in pieces)
 
     def undo(self) -> None:
         """Take a failed write back: the arena is as before, or poisoned if its only slot may be half written."""
         self.counts.aborted += 1
-        if self.later is not None:
-            self.later.take_back()
+        self.writes.take_back()
         began = self._writer.marked_at if self._writer.writing else 0
         if self._sums is not None:
             self._sums.undone()
@@ -357,8 +334,7 @@ class WriteSide:
 
     def end(self) -> None:
         """The arena ends: nothing more is published."""
-        if self.later is not None:
-            self.later.take_back()
+        self.writes.take_back()
         self._writer.close()
         self.traces.end()
 
