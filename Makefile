@@ -45,20 +45,19 @@ quick: $(STAMP)
 planted-faults: $(STAMP)
 	$(BIN)/python tools/planted_faults.py $(ARGS)
 
-# The engine's process tests once more, with every arena on a device without hardware (support/devices/simulated.py), and
-# what collector and TorchRL's adapter do with such arenas; then what holds for all schemes, for those in shared memory.
-ON_DEVICES := engine unit/source/test_layouts.py unit/bind/test_verify.py \
-  $(addprefix collectors/test_,devices.py verify.py weights.py) \
-  integrations/scheme/test_sends.py integrations/collectors/test_state.py \
-  $(addprefix integrations/collectors/weights/test_,updates.py last_weights.py)
+# The engine's process tests once more, with every arena and every new tensor on a device without hardware
+# (support/devices/simulated.py). Then, with modules in the host's memory, what holds for all schemes, for those in shared
+# memory, and the collector's tests with devices.
+ON_DEVICES := engine unit/source/test_layouts.py unit/bind/test_verify.py
 SCHEMES_ON_DEVICES := $(addprefix conformance/,\
   $(addprefix sends/test_,cast.py many_sends.py partial.py receive.py refused.py send.py together.py verify.py) \
   $(addprefix trouble/test_,death.py own_loop.py own_messages.py threads.py))
 test-device: $(STAMP)
 	export SHMSYNC_TEST_DEVICE=simulated && $(PYTEST) -n $(JOBS) --choice covering \
 	  $(abspath $(addprefix tests/,$(ON_DEVICES))) $(ARGS)
-	export SHMSYNC_TEST_DEVICE=simulated && $(PYTEST) -n $(JOBS) --choice covering -k "shm and forkserver" \
-	  $(abspath $(addprefix tests/,$(SCHEMES_ON_DEVICES)))
+	export SHMSYNC_TEST_DEVICE=simulated SHMSYNC_TEST_TENSORS=host && \
+	  $(PYTEST) -n $(JOBS) --choice covering -k "shm and forkserver or test_devices" \
+	  $(abspath $(addprefix tests/,$(SCHEMES_ON_DEVICES) collectors/test_devices.py))
 
 # Many publishes to kernels that run late, on that device; none may see another version than its section's.
 PUBLISHES ?= 100000

@@ -125,11 +125,13 @@ Sources::Sources(nb::list guards, nb::list leaves) {
               0,
               0,
               0,
-              0};
+              0,
+              {}};
     DLTensor t;
     if (describe(leaf.tensor.ptr(), t)) {
       leaf.code = t.code;
       leaf.bits = t.bits;
+      leaf.place = place_of(t);
       leaf.first_size = static_cast<std::uint32_t>(sizes_.size());
       leaf.dimensions = static_cast<std::uint32_t>(t.ndim);
       sizes_.insert(sizes_.end(), t.shape, t.shape + t.ndim);
@@ -169,7 +171,7 @@ bool Sources::unchanged(Leaf& leaf) {
   if (Py_TYPE(leaf.tensor.ptr()) != leaf.type) return false;
   DLTensor t;
   if (!describe(leaf.tensor.ptr(), t)) return false;
-  if (t.device_type != kCpu || t.code != leaf.code || t.bits != leaf.bits ||
+  if (place_of(t) != leaf.place || t.code != leaf.code || t.bits != leaf.bits ||
       static_cast<std::uint32_t>(t.ndim) != leaf.dimensions ||
       !std::equal(t.shape, t.shape + t.ndim, sizes_.begin() + leaf.first_size) ||
       !same_order(t, sizes_.data() + leaf.first_size + leaf.dimensions))

@@ -34,6 +34,13 @@ bool surely_plain(PyObject* object);
 
 inline constexpr std::int32_t kCpu = 1;  // device_type
 
+// Where a tensor lies. No address says it: the memory of two devices may have the same addresses.
+struct Place {
+  std::int32_t type = 0, index = 0;
+  bool operator==(const Place&) const = default;
+};
+inline Place place_of(const DLTensor& t) { return {t.device_type, t.device_id}; }
+
 // Has it its elements at the same places as a tensor of its shape with these strides?
 bool same_order(const DLTensor& t, const std::int64_t* strides);
 std::size_t extent(const DLTensor& t);  // elements from the first to the last one in memory, gaps included
@@ -93,6 +100,7 @@ class Sources {
     std::size_t bytes;
     std::uint8_t code, bits;
     std::uint32_t first_size, dimensions;  // its shape, in sizes_, and its strides behind it
+    Place place;
   };
   struct Entry {
     nanobind::object key, value;

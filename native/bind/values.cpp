@@ -37,6 +37,7 @@ class Outline {
       leaf.lazy = is_lazy(nb::object(item[0]), t.code);
       leaf.code = t.code;
       leaf.bits = t.bits;
+      leaf.place = place_of(t);
       leaf.sizes.assign(t.shape, t.shape + t.ndim);
       leaf.strides.assign(t.strides, t.strides + t.ndim);
       leaf.address = static_cast<const std::byte*>(t.data) + t.byte_offset;
@@ -64,6 +65,7 @@ class Outline {
     std::uint8_t code = 0, bits = 0;
     std::vector<std::int64_t> sizes, strides;
     const std::byte* address = nullptr;
+    Place place;
     bool lazy = false;
   };
   struct Entry {
@@ -129,7 +131,7 @@ class Outline {
 
   bool looks_right(Leaf& leaf, nb::handle value) {
     DLTensor t;
-    if (!describe(value.ptr(), t) || t.device_type != kCpu || t.code != leaf.code || t.bits != leaf.bits ||
+    if (!describe(value.ptr(), t) || place_of(t) != leaf.place || t.code != leaf.code || t.bits != leaf.bits ||
         static_cast<std::size_t>(t.ndim) != leaf.sizes.size() ||
         !std::equal(leaf.sizes.begin(), leaf.sizes.end(), t.shape))
       return false;

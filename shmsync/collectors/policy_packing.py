@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..engine.source.leaf_check import is_a
-from ..memory.devices import brought, fetched, named, place_of
+from ..memory.devices import named
 
 
 def pack(policy: nn.Module, *, values: bool) -> bytes:
@@ -26,10 +26,9 @@ def pack(policy: nn.Module, *, values: bool) -> bytes:
 
 def bring(policy: nn.Module, device: str) -> None:
     """Move what the policy has brought along to a device; parameters without values get theirs from shared memory."""
-    there = named(device)
-    for tensor in (*policy.parameters(), *policy.buffers()):
-        if tensor.device.type != "meta":
-            tensor.data = brought(tensor.data, there)
+    found = named(device)
+    there = torch.device("cpu") if found is None else found.torch_device
+    policy._apply(lambda tensor: tensor if tensor.device.type == "meta" else tensor.to(there))
 
 
 class _PolicyPickler(cloudpickle.Pickler):
@@ -40,9 +39,9 @@ class _PolicyPickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if id(obj) in self._left_out:
             return _parameter, (torch.empty_like(obj, device="meta").detach(), obj.requires_grad)
-        if type(obj) in (torch.Tensor, nn.Parameter) and place_of(obj) not in ("cpu", "meta"):
+        if type(obj) in (torch.Tensor, nn.Parameter) and obj.device.type not in ("cpu", "meta"):
             # A worker may not see the trainer's device.
-            home = fetched(obj.detach())
+            home = obj.detach().cpu()
             return (_parameter, (home, obj.requires_grad)) if type(obj) is nn.Parameter else (_itself, (home,))
         inner = _compiled(obj)
         return super().reducer_override(obj) if inner is None else (_itself, (inner,))

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from ..memory.arena import Arena, arena_around, has_address
-from ..memory.devices import clone
+from ..memory.arena import Arena, arena_around
+from ..memory.devices import has_address
 from ..memory.slab import slab
 from ..memory.system.when_imported import when_imported
 from ..memory.torch_modes import plainly, run_plainly
@@ -93,18 +93,18 @@ class Taken:
             elif reader is not None and reader._mine:
                 slot = reader.held[1]
             elif reader is not None or self._arena.writer is None:
-                return clone(tensor)  # the Subscriber has gone over to another arena
+                return tensor.clone()  # the Subscriber has gone over to another arena
             offset = self._offsets[bisect_right(self._offsets, place) - 1]
             base, ahead = self._leaf(slot, offset), place - offset
         else:
             of, base = next(
                 (pair for pair in self._private if pair[0].data_ptr() <= address < pair[0].data_ptr() + pair[0].nbytes),
-                (tensor, clone(tensor)),  # bound since
+                (tensor, tensor.clone()),  # bound since
             )
             ahead = address - of.data_ptr()
         size = tensor.element_size()
         if ahead + extent(tensor) * size > base.untyped_storage().nbytes():
-            return clone(tensor)  # a view of several leaves
+            return tensor.clone()  # a view of several leaves
         made = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
             base.untyped_storage(), ahead // size, tensor.size(), tensor.stride()
         )
@@ -115,7 +115,7 @@ class Taken:
     def _leaf(self, slot: int, offset: int) -> torch.Tensor:
         known = self._leaves.get((slot, offset))
         if known is None:
-            known = self._leaves[slot, offset] = clone(self._arena.views(slot)[self._first[offset].key])
+            known = self._leaves[slot, offset] = self._arena.views(slot)[self._first[offset].key].clone()
         return known
 
     def _take_all(self, reader: ReadPath) -> None:
@@ -134,7 +134,7 @@ class Taken:
     @run_plainly
     def _take_private(self, reader: ReadPath) -> None:
         copies = [tensor for each in reader.followers for tensor in each.private_copies()]
-        self._private = [(tensor, clone(tensor)) for tensor in copies if has_address(tensor) and tensor.numel()]
+        self._private = [(tensor, tensor.clone()) for tensor in copies if has_address(tensor) and tensor.numel()]
 
 
 def _reader(arena: Arena) -> ReadPath | None:
@@ -178,7 +178,7 @@ def _made(tensor: torch.Tensor, memo: dict[Any, Any] | None = None) -> tuple[tor
         made = taken.copied(tensor)
     elif arena:
         with plainly():
-            made = clone(tensor)
+            made = tensor.clone()
     else:
         return None
     if type(tensor) is nn.Parameter:

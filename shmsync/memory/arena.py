@@ -19,7 +19,7 @@ from ..errors import ClosedError
 from . import deferred_free as lent
 from .buffer_alloc import Fresh, filled
 from .control import segment
-from .devices import Device, OnDevice
+from .devices import Device, OnDevice, has_address
 from .manifest import Key, Leaf, Manifest, fingerprint, tree
 from .slab import slab
 from .slab.slab import Slab
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 when_imported("tensordict", functools.partial(import_module, f"{__package__}.dotted"))
 
 # Every arena mapped in this process: one slab may be mapped several times, and a publisher must know all its addresses.
-ADDRESSED = ("cpu", "cuda")  # devices on which every plain tensor's storage tells its address
 _CPU = torch.device("cpu")
 _mapped: weakref.WeakSet[Arena] = weakref.WeakSet()
 _mapped_lock = threading.RLock()  # re-entrant: garbage collection may run finalisers while it is held
@@ -67,11 +66,6 @@ def lies_in(tensor: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> bool:
     """Does a tensor start in one of these ranges of addresses?"""
     address = tensor.data_ptr() if has_address(tensor) else 0
     return any(begin <= address < end for begin, end in ranges)
-
-
-def has_address(tensor: torch.Tensor) -> bool:
-    """Is its data_ptr() an address of this process? CUDA's devices and the host have no address in common."""
-    return tensor.device.type in ADDRESSED
 
 
 @dataclass(eq=False, repr=False)

@@ -9,7 +9,7 @@ behind the reads of a section.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -88,35 +88,20 @@ class Device(Streams, Protocol):
         """Make this call when the stream's present work is done. It is not made if the device fails before."""
 
 
-@runtime_checkable
-class HostVisible(Device, Protocol):
-    """A device whose tensors torch takes for the host's. It does itself what torch does for tensors of other devices.
-
-    Both are work of the calling thread's current stream. What goes to the host's memory is done when the call returns.
-    """
-
-    def assign(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """`to.copy_(source)`; one of them, or both, are in memory of such a device."""
-
-    def clone(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor.clone()`, in memory of the same device."""
-
-
 _LAST_COPIES = 1.0  # seconds; those of a version that was given up
 _unfinished: list[torch.UntypedStorage] = []  # what a device may still write or read
 _of_kind: dict[int, Device] = {}
 _of_name: dict[str, Device] = {}
-_visible: list[HostVisible] = []  # those that have to be asked whether a tensor of torch's "cpu" is theirs
 _of_torch: dict[torch.device, Device | None] = {}  # as holding() found them
 _default: list[Device] = []
+_addressed = {"cpu", "cuda"}  # types of devices on which every plain tensor's storage tells its address
 
 
 def register(device: Device, *, default: bool = False) -> None:
     """Let arenas lie on this device. `default`: also those for which none was asked."""
     _of_kind[device.kind] = device
     _of_name[device.name] = device
-    if isinstance(device, HostVisible):
-        _visible.append(device)
+    _addressed.add(device.torch_device.type)
     if default:
         _default[:] = [device]
 
@@ -124,11 +109,6 @@ def register(device: Device, *, default: bool = False) -> None:
 def default() -> Device | None:
     """Where arenas lie for which no device was asked; None: in the host's memory."""
     return _default[0] if _default else None
-
-
-def usual() -> str:
-    """The name of the default device of arenas, wherever their weights are made: "cpu"."""
-    return _default[0].name if _default else "cpu"
 
 
 def of_kind(kind: int, name: str, handle: bytes) -> Device | None:
@@ -181,10 +161,15 @@ def named(device: torch.device | str) -> Device | None:
     return None
 
 
+def has_address(tensor: torch.Tensor) -> bool:
+    """Is its data_ptr() an address of this process? No device's memory has an address in common with the host's."""
+    return tensor.device.type in _addressed
+
+
 def holding(tensor: torch.Tensor) -> Device | None:
     """The device whose memory this plain tensor lies in. None: the host's, or one of which only torch knows."""
     if tensor.device.type == "cpu":
-        return next((device for device in _visible if device.holds(tensor)), None) if _visible else None
+        return None
     if tensor.device not in _of_torch:
         try:
             _of_torch[tensor.device] = named(tensor.device)
@@ -193,30 +178,14 @@ def holding(tensor: torch.Tensor) -> Device | None:
     return _of_torch[tensor.device]
 
 
-def place_of(tensor: torch.Tensor) -> str:
-    """The name of the place where a tensor lies: "cpu", "cuda:0"."""
-    device = holding(tensor) if tensor.device.type == "cpu" else None
-    return str(tensor.device) if device is None else device.name
-
-
 def assign(to: torch.Tensor, source: torch.Tensor) -> None:
     """`to.copy_(source)`, wherever they lie, as work of the calling thread's current stream. Call it inside plainly().
 
     What changes its dtype on the way to the host is cast on its device.
     """
-    for device in _visible:
-        if device.holds(to) or device.holds(source):
-            device.assign(to, source)
-            return
     if to.dtype != source.dtype and to.device.type == "cpu" != source.device.type:
         source = source.to(to.dtype)
     copy_into(to, source)
-
-
-def clone(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor.clone()`, where the tensor lies, as work of the calling thread's current stream."""
-    device = next((device for device in _visible if device.holds(tensor)), None)
-    return tensor.clone() if device is None else device.clone(tensor)
 
 
 def laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
@@ -227,31 +196,8 @@ def laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     if same_order(tensor.shape, tensor.stride(), strides):
         return tensor
     made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    visible = next((device for device in _visible if device.holds(tensor)), None)
-    if visible is not None:
-        made = visible.clone(made)
     assign(made, tensor)
     return made
-
-
-def fetched(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in the host's memory: itself, or a copy of what the calling thread's current stream has made."""
-    if tensor.device.type != "cpu":
-        return tensor.cpu()
-    if holding(tensor) is None:
-        return tensor
-    there = torch.empty_like(tensor)
-    assign(there, tensor)
-    return there
-
-
-def brought(tensor: torch.Tensor, device: Device | None) -> torch.Tensor:
-    """The tensor in memory of this device (None: the host's): itself, or a copy by the current stream."""
-    if device is None:
-        return fetched(tensor)
-    if device.holds(tensor):
-        return tensor
-    return device.clone(tensor) if isinstance(device, HostVisible) else tensor.to(device.torch_device)
 
 
 class OnDevice:

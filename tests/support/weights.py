@@ -36,7 +36,7 @@ def stamps(weights):
 
 def bytes_of(weights):
     flat = (leaf.contiguous().view(-1).view(torch.uint8) for leaf in leaves(weights))
-    return b"".join(leaf.numpy().tobytes() for leaf in flat)
+    return b"".join(leaf.cpu().numpy().tobytes() for leaf in flat)
 
 
 def tensors(value):

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...errors import DataMismatch
 from ...memory.arena import nested
-from ...memory.devices import fetched, named
+from ...memory.devices import named
 from ...memory.manifest import Key
 from .. import spaces
 from ..buffers import RESULTS, Leaves, frame
@@ -54,7 +54,7 @@ class Actor:
             found = spaces.as_mapping(out)
         if self._there is None:
             return found
-        return {key: fetched(value) if isinstance(value, torch.Tensor) else value for key, value in found.items()}
+        return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in found.items()}
 
     def layout(self, out: Mapping[Key, torch.Tensor]) -> Leaves:
         """The leaves of one frame, with what the policy returned."""

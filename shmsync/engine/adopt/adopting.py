@@ -15,7 +15,7 @@ from torch import nn
 from ... import _native
 from ...errors import ProtocolError
 from ...memory.arena import Arena, lies_in, readonly_ranges
-from ...memory.devices import assign, clone, laid_out
+from ...memory.devices import assign, laid_out
 from ...memory.manifest import Key
 from ...memory.strides import same_order
 from ...memory.torch_modes import plainly, run_plainly
@@ -153,7 +153,7 @@ class Adoption:
         with plainly():
             for tensor in leaving:
                 if id(tensor) not in staying and tensor.data_ptr() in places:
-                    tensor.data = clone(tensor.data)
+                    tensor.data = tensor.data.clone()
 
     def _away(self, placed: dict[Key, torch.Tensor]) -> set[Key]:
         """Those that are not at their place, as it is laid out."""
@@ -205,7 +205,7 @@ class Adoption:
         views = {view.data_ptr(): view for view in self._views.values() if view.nbytes}
         with plainly():
             shown = [tensor for tensor in (*self._placed.values(), *self._beside) if tensor.data_ptr() in views]
-            made = {address: clone(views[address]) for address in {tensor.data_ptr() for tensor in shown}}
+            made = {address: views[address].clone() for address in {tensor.data_ptr() for tensor in shown}}
             loads = [(tensor, views[tensor.data_ptr()], made[tensor.data_ptr()]) for tensor in shown]
         try:
             with plainly():
@@ -299,7 +299,7 @@ class Adoption:
             address = tensor.data_ptr()
             if address in views and tensor.numel():
                 if address not in copies:
-                    copies[address] = clone(views[address])
+                    copies[address] = views[address].clone()
                 tensor.data = copies[address]
 
 

@@ -17,8 +17,8 @@ from torch import nn
 
 from ... import _native
 from ...errors import ManifestMismatch, ProtocolError
-from ...memory.arena import Arena, has_address
-from ...memory.devices import assign, clone, laid_out
+from ...memory.arena import Arena
+from ...memory.devices import assign, has_address, laid_out
 from ...memory.manifest import Key
 from ...memory.torch_modes import modes_are_on, plainly, run_plainly
 from ..by_identity import ByIdentity
@@ -299,7 +299,7 @@ def taken_over(module: nn.Module, tensors: Mapping[Key, torch.Tensor]) -> list[B
 def make_private(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> None:
     """Give a tensor memory of its own, with the same values; in the order of these strides."""
     with plainly():
-        own = clone(tensor.data)
+        own = tensor.data.clone()
         tensor.data = own if strides is None else laid_out(own, strides)
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ...errors import ProtocolError
-from ...memory.arena import has_address
+from ...memory.devices import has_address
 from ...memory.manifest import Key
 from ...memory.torch_modes import plainly, run_plainly
 from ..source.wrappers import walk

@@ -105,7 +105,7 @@ class Conversions:
         return place is not None and place.device.holds(source) and same_layout(source, leaf)
 
     def _staged(self, source: torch.Tensor) -> bool:
-        return self._arena.on_device is not None and source.device.type == "cpu" and holding(source) is None
+        return self._arena.on_device is not None and source.device.type == "cpu"
 
 
 def _signature(tensor: torch.Tensor) -> tuple[object, ...] | None:

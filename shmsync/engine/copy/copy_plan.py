@@ -15,11 +15,11 @@ import torch
 
 from ... import _native
 from ...errors import ManifestMismatch
-from ...memory.arena import Arena, has_address, lies_in
-from ...memory.devices import holding
+from ...memory.arena import Arena, lies_in
+from ...memory.devices import has_address
 from ...memory.manifest import Key, Leaf, merged
 from ..source.leaf_check import extent
-from ..source.manifest_check import describe_problems, mismatches, same_bytes, same_layout, untied
+from ..source.manifest_check import describe_problems, direct, mismatches, same_bytes, same_layout, untied
 from ..source.sources import Collected
 from .converting import Conversions
 from .source_signature import Seen
@@ -64,7 +64,7 @@ class CopyPlan:
             given.add(leaf.offset)
             in_place = _own_place(tensor, leaf, ranges, arena.slots, name)
             self.in_place |= in_place
-            if in_place or (tensor.device.type == "cpu" and same_layout(tensor, leaf) and holding(tensor) is None):
+            if in_place or direct(tensor, leaf):
                 row_of[key] = len(rows)
                 # In its place there is nothing to copy, as long as it stays there.
                 rows.append((tensor, leaf.offset, 0 if in_place else leaf.nbytes))

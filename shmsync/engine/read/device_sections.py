@@ -17,7 +17,7 @@ import torch
 from ..._native import HostCall
 from ...errors import DeviceBusy, DeviceFailed, ProtocolError
 from ...memory.arena import Arena
-from ...memory.devices import Stream, Streams, holding, place_of
+from ...memory.devices import Stream, Streams, holding
 from ..deadlines import slice_until
 
 _SLICE = 0.05  # seconds between two looks at what else ends a wait
@@ -121,7 +121,7 @@ class SectionStreams:
         place = arena.on_device
         names = set()
         for tensor in copies:
-            name = place_of(tensor)
+            name = str(tensor.device)
             if name not in ("cpu", "meta") and (place is None or name != place.device.name):
                 streams = None if name in self._known else _streams_of(tensor)
                 if streams is not None:

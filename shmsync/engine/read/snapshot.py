@@ -13,7 +13,7 @@ import torch
 from ... import _native
 from ...memory.arena import Arena, lies_in, readonly_ranges
 from ...memory.buffer_alloc import Pieces
-from ...memory.devices import assign, clone, holding
+from ...memory.devices import assign
 from ...memory.manifest import Key, Leaf, Manifest
 from ...memory.torch_modes import count_change, plainly
 from ..by_identity import ByIdentity
@@ -101,7 +101,7 @@ class Targets:
                 raise ValueError("out does not fit; nothing was written: " + "; ".join(problems))
             for leaf in arena.manifest.leaves:
                 tensor = found[leaf.key]
-                by_address = arena.on_device is None and direct(tensor, leaf) and holding(tensor) is None
+                by_address = arena.on_device is None and direct(tensor, leaf)
                 (self._direct if by_address else self._others).append((tensor, leaf))
             if collected.watched_dicts is not None and not self._others:
                 rows = [(tensor, leaf.offset, leaf.nbytes) for tensor, leaf in self._direct]
@@ -194,7 +194,7 @@ def state_of(
 def copied_state(arena: Arena, slot: int) -> dict[str, torch.Tensor]:
     """A private copy of a slot that is not written meanwhile, complete when this returns."""
     with plainly():
-        state = state_of(arena.views(slot), arena.manifest, clone)
+        state = state_of(arena.views(slot), arena.manifest, torch.Tensor.clone)
     if arena.on_device is not None:  # the next publish may write on another stream
         device = arena.on_device.device
         device.wait(device.current(), float("inf"))

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from ...memory.arena import has_address
+from ...memory.devices import has_address
 from ...memory.manifest import Key, tie
 from .leaf_check import extent, problem_with
 

@@ -34,7 +34,7 @@ def place_for(tensors: Mapping[Key, Any], device: torch.device | str | None) -> 
     places: dict[str, list[str]] = {}
     for key, tensor in tensors.items():
         if tensor.numel():  # an empty one is nowhere
-            places.setdefault(devices.place_of(tensor), []).append(".".join(key))
+            places.setdefault(str(tensor.device), []).append(".".join(key))
     if not places or list(places) == ["cpu"]:
         default = devices.default()
         return ArenaPlace(default, default is not None)

@@ -16,7 +16,6 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from ... import _native
-from ...memory.devices import fetched
 from ...memory.manifest import Key
 from ...memory.torch_modes import run_plainly
 from .pickling import dumps
@@ -103,7 +102,7 @@ def set_states(module: nn.Module, leaf: torch.Tensor) -> None:
 
 def states_in(leaf: torch.Tensor) -> States:
     """The extra state that lies in a leaf, by the path of its module."""
-    data = fetched(leaf).numpy()
+    data = leaf.cpu().numpy()
     length = int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
     states: States = pickle.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes())
     return states

@@ -15,8 +15,8 @@ from torch import nn
 
 from ... import _native
 from ...errors import ManifestMismatch
-from ...memory.arena import ADDRESSED
 from ...memory.arrays import is_array
+from ...memory.devices import has_address
 from ...memory.manifest import Key
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _kind_problem(value: torch.Tensor) -> str | None:
 
 
 def _memory_problem(value: torch.Tensor) -> str | None:
-    if value.numel() == 0 or (value.device.type not in ADDRESSED and type(value) in _CLASSES):
+    if value.numel() == 0 or (not has_address(value) and type(value) in _CLASSES):
         return None
     try:
         storage = value.untyped_storage()

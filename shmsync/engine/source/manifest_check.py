@@ -9,7 +9,6 @@ import torch
 
 from ... import _native
 from ...memory.arena import Arena
-from ...memory.devices import place_of
 from ...memory.manifest import Key, Leaf, tie
 from ...memory.strides import same_order
 from .dtypes import curing_dtypes
@@ -59,7 +58,7 @@ def mismatches(
                 if castable and leaf.dtype.is_floating_point:
                     more = f'; make the scheme or the publisher with dtype={{"*": {leaf.dtype}}} to have it cast'
                 problems.append(f"{name} is {leaf.dtype} in the arena but {value.dtype} in the {source_is}{more}")
-            if not any_device and value.numel() and (place := place_of(value)) != arena.place:
+            if not any_device and value.numel() and (place := str(value.device)) != arena.place:
                 problems.append(
                     f"{name} is on {arena.place} in the arena but on {place} in the {source_is}; name the arena's "
                     f"place, as in device={arena.place!r}, to have weights fetched"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...memory.devices import fetched, laid_out
+from ...memory.devices import laid_out
 from ...memory.strides import Strides, contiguous, layout_of
 from ...memory.torch_modes import run_plainly
 from .leaf_check import problem_with
@@ -47,7 +47,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in (torch.Tensor, nn.Parameter) and _plain(obj):
             strides = layout_of(obj)
-            obj = laid_out(fetched(obj.detach()), strides)
+            obj = laid_out(obj.detach().cpu(), strides)
             data = obj.as_strided((obj.numel(),), (1,)).view(torch.uint8).numpy() if obj.numel() else b""
             permuted = () if strides == contiguous(obj.shape) else (strides,)
             return _tensor, (pickle.PickleBuffer(data), obj.dtype, tuple(obj.shape), *permuted)

@@ -13,7 +13,7 @@ from torch import nn
 from ... import _native
 from ...errors import ManifestMismatch
 from ...memory.arena import lies_in, nested, readonly_ranges
-from ...memory.devices import assign, holding
+from ...memory.devices import assign
 from ...memory.manifest import Key, tie
 from ...memory.torch_modes import counts_changes, run_plainly
 from . import extra_state
@@ -234,8 +234,7 @@ def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 def _copies_as_bytes(tensor: torch.Tensor) -> bool:
     # Other types may keep their values elsewhere; the changes of an inference tensor are not counted.
-    known = type(tensor) in (torch.Tensor, nn.Parameter) and plain(tensor) and counts_changes(tensor)
-    return known and holding(tensor) is None
+    return type(tensor) in (torch.Tensor, nn.Parameter) and plain(tensor) and counts_changes(tensor)
 
 
 def _dtype_of(value: Any) -> torch.dtype | None:

@@ -15,7 +15,7 @@ import torch
 
 from ...errors import ProtocolError
 from ...memory.arena import Arena
-from ...memory.devices import assign, fetched, laid_out
+from ...memory.devices import assign, laid_out
 from ...memory.manifest import Manifest
 from ...memory.strides import contiguous
 from ...memory.torch_modes import run_plainly
@@ -41,7 +41,7 @@ def refuse_without_checksums(manifest: Manifest, name: str) -> None:
 @run_plainly
 def checksum_of(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> int:
     """Of a tensor's values, in the order of a leaf's strides; None: in rows. They must be dense."""
-    plain = fetched(tensor.detach().resolve_conj().resolve_neg())
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu()
     plain = laid_out(plain, contiguous(plain.shape) if strides is None else strides)
     return int(_library().xxh3_64_intdigest(memory(plain.data_ptr(), plain.nbytes)))
 
@@ -123,7 +123,8 @@ def slot_bytes(arena: Arena, slot: int, begin: int, end: int) -> memoryview:
     """This part of a slot in the host's memory: itself, or a copy from a device."""
     if arena.on_device is None:
         return memory(int(arena.slab.readonly.data_ptr()) + slot * arena.manifest.slot_bytes + begin, end - begin)
-    return memoryview(fetched(_raw(arena, slot, begin, end)).numpy())
+    copy: Any = _raw(arena, slot, begin, end).cpu().numpy()
+    return memoryview(copy)
 
 
 def _library() -> Any:

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from ...errors import ArenaNotFound, ManifestMismatch, NotDelivered
-from ...memory.arena import Arena, has_address
+from ...memory.arena import Arena
 from ...memory.control import segment
+from ...memory.devices import has_address
 from ...memory.manifest import Key, Leaf, Manifest
 from ...memory.torch_modes import plainly
 from ..source.leaf_check import problem_with

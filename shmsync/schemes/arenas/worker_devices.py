@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...errors import ManifestMismatch, ShmSyncError
-from ...memory.devices import named, place_of, usual
+from ...memory.devices import named
 
 HOST = "cpu"
 DeviceChoice = torch.device | str | Sequence[torch.device | str | None] | None
@@ -100,8 +100,6 @@ def devices_for(given: DeviceChoice | WorkerDevices) -> WorkerDevices:
 def device_of_arena(policy_device: torch.device | str | int) -> str:
     """Where the arena lies of a worker whose module is there: on that device, or in the host's memory if it cannot."""
     wanted = torch.device("cuda", policy_device) if isinstance(policy_device, int) else policy_device
-    if str(wanted) == HOST:
-        return usual()
     try:
         return _name(wanted)
     except (ShmSyncError, ValueError, TypeError, ImportError):
@@ -114,11 +112,10 @@ def check_lies_on(model: nn.Module, device: str | None) -> None:
         return
     kind = device.partition(":")[0]
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        place = "meta" if tensor.device.type == "meta" else place_of(tensor)
-        if place.partition(":")[0] not in (kind, "meta") and tensor.numel():
+        if tensor.device.type not in (kind, "meta") and tensor.numel():
             raise ManifestMismatch(
-                f"{name} lies on {place}, but the scheme says device={device!r} for this worker; move the module "
-                f"there, with model.to({device!r}), or name the device that it is on"
+                f"{name} lies on {tensor.device}, but the scheme says device={device!r} for this worker; move the "
+                f"module there, with model.to({device!r}), or name the device that it is on"
             )
 
 

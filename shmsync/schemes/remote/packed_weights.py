@@ -33,7 +33,7 @@ from ...engine.source.strategy import leaves_of, refuse_odd
 from ...errors import NoSpace, ProtocolError
 from ...memory.arena import nested, view
 from ...memory.control.segment import Handle
-from ...memory.devices import fetched, laid_out
+from ...memory.devices import laid_out
 from ...memory.manifest import Key, Manifest
 from ...memory.slab.memfd import Reusable
 from ...memory.torch_modes import run_plainly
@@ -184,7 +184,7 @@ def _copy(
     for leaf in {leaf.offset: leaf for leaf in manifest.leaves if leaf.nbytes}.values():
         source = tensors[leaf.key]
         if not direct(source, leaf):
-            source = laid_out(fetched(source.detach()).resolve_conj().resolve_neg(), leaf.strides)
+            source = laid_out(source.detach().cpu().resolve_conj().resolve_neg(), leaf.strides)
         number = bisect.bisect(starts, leaf.offset) - 1
         rows.append((source, pieces[number].data_ptr() + leaf.offset - starts[number], leaf.nbytes))
     if rows:

@@ -32,8 +32,8 @@ def test_interrupted_at_every_line_of_the_end_of_a_section(device, way, consiste
         shmsync.Publisher({"w": torch.zeros(8)}, slots=slots, timeout=20.0) as pub,
         shmsync.Subscriber(pub.handle, worker=0, timeout=20.0, consistency=consistency) as sub,
     ):
-        module = sub.bind(nn.ParameterDict({"w": nn.Parameter(torch.zeros(8), requires_grad=False)}), guard=False)
-        guarded = sub.bind(Doubled())
+        module = sub.bind(nn.ParameterDict({"w": zeros(device)}), guard=False)
+        guarded = sub.bind(Doubled(device))
 
         def nested():
             with sub.read(), sub.read():
@@ -73,10 +73,14 @@ def test_interrupted_at_every_line_of_the_end_of_a_section(device, way, consiste
         assert line > (10 if way != "refresh" or consistency == "pinned" else 0)
 
 
+def zeros(device):
+    return nn.Parameter(torch.zeros(8, device=device.torch_device), requires_grad=False)
+
+
 class Doubled(nn.Module):
-    def __init__(self):
+    def __init__(self, device):
         super().__init__()
-        self.w = nn.Parameter(torch.zeros(8), requires_grad=False)
+        self.w = zeros(device)
 
     def forward(self):
         return self.w * 2

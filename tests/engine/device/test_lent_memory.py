@@ -23,7 +23,7 @@ def test_memory_that_a_worker_has_open_is_kept(start, device, end):
     pub = shmsync.Publisher({"t": torch.ones(100)}, slots=2)
     worker.call(attach_there, pub.handle)
     pub.close()
-    assert len(device._ranges) == 1
+    assert len(device._descriptors) == 1
     assert lent.sweep() == 1
     assert worker.call(value_there) == {1.0}
     if end == "close":
@@ -31,13 +31,13 @@ def test_memory_that_a_worker_has_open_is_kept(start, device, end):
     else:
         worker.kill()
     until(lambda: lent.sweep() == 0)
-    assert device._ranges == {}
+    assert device._descriptors == {}
 
 
 def test_memory_that_nobody_has_open_goes_at_once(device):
     pub = shmsync.Publisher({"t": torch.ones(100)}, slots=2)
     pub.close()
-    assert device._ranges == {}
+    assert device._descriptors == {}
 
 
 def test_a_subscriber_of_the_same_process_keeps_its_own(device):
@@ -47,7 +47,7 @@ def test_a_subscriber_of_the_same_process_keeps_its_own(device):
     with sub.read() as section:
         assert set(section.weights["t"].tolist()) == {1.0}
     sub.close()
-    assert device._ranges == {}
+    assert device._descriptors == {}
 
 
 def test_the_next_arena_on_the_device_looks_again(start, device):
@@ -57,4 +57,4 @@ def test_the_next_arena_on_the_device_looks_again(start, device):
     pub.close()
     worker.call(close_there)
     with shmsync.Publisher({"t": torch.ones(100)}, slots=2):
-        assert len(device._ranges) == 1  # the new one's
+        assert len(device._descriptors) == 1  # the new one's

@@ -206,15 +206,12 @@ def test_memory_of_a_device_is_given_back_when_an_arena_cannot_be_made(two, name
     device = two["simulated:0"]
     with shmsync.Publisher({"a": torch.ones(3)}, name=name, device="cpu"), pytest.raises(shmsync.ArenaExists):
         shmsync.Publisher({"a": torch.ones(3)}, name=name, device=device.name)
-    assert device._ranges == {}
+    assert device._descriptors == {}
 
 
 def test_a_module_is_adopted_on_a_device(two):
     device = two["simulated:0"]
-    net = torch.nn.Linear(3, 2)
-    there = [device.tensor(parameter.data) for parameter in net.parameters()]  # memory that goes with these
-    for parameter, data in zip(net.parameters(), there, strict=True):
-        parameter.data = data
+    net = torch.nn.Linear(3, 2).to(device.torch_device)
     with shmsync.Publisher(net, device="same") as pub, shmsync.Subscriber(pub.handle) as sub:
         assert lies(pub) == "simulated:0"
         pub.adopt(net)
@@ -233,9 +230,7 @@ def test_a_private_copy_is_not_overwritten_before_the_kernels_that_read_it_are_d
 ):
     device = two["simulated:0"]
     source = {"weight": torch.full((64, 64), 1.0)}
-    net = torch.nn.Linear(64, 64, bias=False)
-    there = device.tensor(net.weight.data)
-    net.weight.data = there
+    net = torch.nn.Linear(64, 64, bias=False).to(device.torch_device)
     wrong = []
     with (
         shmsync.Publisher(source, device=arena, slots=slots, timeout=60.0) as pub,

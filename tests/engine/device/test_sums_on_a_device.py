@@ -48,7 +48,7 @@ def test_bytes_that_change_after_the_commit_are_found(device, slots):
         shmsync.Subscriber(pub.handle) as sub,
     ):
         net = torch.nn.Module()
-        net.t = torch.nn.Parameter(torch.zeros(100))
+        net.t = torch.nn.Parameter(torch.zeros(100, device=device.torch_device))
         sub.bind(net, guard=False)
         sub.verify()
         with torch.no_grad():

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
-from shmsync.memory import devices
 from support.devices.simulated import Simulated, installed
 from support.processes import segments
 from support.torchrl.pair import Counting, filled, net
@@ -19,7 +18,7 @@ def two():
 
 
 def places(made, name="0.weight"):
-    return [devices.place_of(dict(own.named_parameters())[name]) for own in made.models]
+    return [str(dict(own.named_parameters())[name].device) for own in made.models]
 
 
 def values(made):
@@ -35,7 +34,7 @@ def test_each_device_of_the_policies_has_one_arena(two, pair, slots):
     model = filled(net(), 1.0)
     where = ["simulated:0", None, "simulated:1", "simulated:0"]
     before, allocated = set(segments()), {name: device.allocated for name, device in two.items()}
-    made = pair(model, 4, start=start(model, where), slots=slots)
+    made = pair(model, 4, start=start(model, where), lie=where, slots=slots)
     assert len(set(segments()) - before) == 3
     assert {name: device.allocated - allocated[name] for name, device in two.items()} == dict.fromkeys(two, 1)
     for value in (2.0, 3.0):
@@ -46,29 +45,29 @@ def test_each_device_of_the_policies_has_one_arena(two, pair, slots):
 
 def test_device_of_the_scheme_wins_over_that_of_the_policies(two, pair):
     model = filled(net(), 1.0)
-    made = pair(model, 2, start=start(model, [None, None]), device=["simulated:1", None])
+    made = pair(model, 2, start=start(model, [None, None]), lie=["simulated:1", None], device=["simulated:1", None])
     made.sender.send(filled(model, 2.0))
     assert (values(made), places(made)) == ([{2.0}] * 2, ["simulated:1", "cpu"])
 
 
 def test_without_a_word_the_arena_lies_where_the_first_weights_are(two, pair):
     model = filled(net(), 1.0)
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = two["simulated:1"].tensor(tensor.data)
+    model.to("simulated:1")
     made = pair(model, 2, start=start(model, [None, None]))
     assert places(made) == ["simulated:1"] * 2
 
 
 def test_where_no_arena_can_lie_the_weights_lie_in_the_hosts_memory(two, pair):
     model = filled(net(), 1.0)
-    made = pair(model, 2, start=start(model, ["mps", "simulated:0"]))
+    made = pair(model, 2, start=start(model, ["mps", "simulated:0"]), lie=[None, "simulated:0"])
     made.sender.send(filled(model, 2.0))
     assert (values(made), places(made)) == ([{2.0}] * 2, ["cpu", "simulated:0"])
 
 
 def test_an_update_for_some_workers_stays_on_their_device(two, pair):
     model = filled(net(), 1.0)
-    made = pair(model, 3, start=start(model, ["simulated:0"] * 2 + ["simulated:1"]))
+    where = ["simulated:0"] * 2 + ["simulated:1"]
+    made = pair(model, 3, start=start(model, where), lie=where)
     made.sender.send(filled(model, 2.0), worker_ids=[1])
     assert values(made) == [{1.0}, {2.0}, {1.0}]
     made.sender.send(filled(model, 3.0), worker_ids="simulated:0")
@@ -78,7 +77,7 @@ def test_an_update_for_some_workers_stays_on_their_device(two, pair):
 
 def test_extra_state_comes_along_on_a_device(two, pair):
     model = filled(Counting(), 1.0)
-    made = pair(model, 2, start=start(model, ["simulated:0", None]))
+    made = pair(model, 2, start=start(model, ["simulated:0", None]), lie=["simulated:0", None])
     model.words.append("b")
     made.sender.send(filled(model, 2.0))
     assert [own.words for own in made.models] == [["a", "b"]] * 2
@@ -103,11 +102,11 @@ def test_what_cannot_be_is_refused_before_anything_is_made(two):
 def test_verify_finds_what_a_worker_on_a_device_has_replaced(two, pair):
     pytest.importorskip("xxhash", reason="checksums need xxhash, which shmsync[verify] brings")
     model = filled(net(), 1.0)
-    made = pair(model, 2, start=start(model, ["simulated:0", None]), checksum=True, slots=2)
+    made = pair(model, 2, start=start(model, ["simulated:0", None]), lie=["simulated:0", None], checksum=True, slots=2)
     made.sender.send(filled(model, 2.0))
     assert made.sender.verify().workers == (0, 1)
     with torch.no_grad():
-        made.models[0][0].weight.data = torch.zeros(4, 3)
+        made.models[0][0].weight.data = torch.zeros(4, 3, device="simulated:0")
     from shmsync.errors import NotDelivered
 
     with pytest.raises(NotDelivered) as caught:

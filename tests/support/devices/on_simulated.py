@@ -28,11 +28,12 @@ def close_there(state):
 
 def end_trace_during_publish(state, file):
     """End a trace while the device has a publish to make, and look for that end until it has come."""
-    with everywhere(seed=4, longest=0.0005) as device, shmsync.Publisher({"t": torch.zeros(8)}, slots=2) as pub:
+    zeros, ones = torch.zeros(8, device="cpu"), torch.ones(8, device="cpu")
+    with everywhere(seed=4, longest=0.0005) as device, shmsync.Publisher({"t": zeros}, slots=2) as pub:
         writer = pub._writer.side._writer
         with pub.trace(file):
             gate = device.gate(pub._writer.arena.on_device.stream)
-            pub.publish({"t": torch.ones(8)})
+            pub.publish({"t": ones})
         under_way = writer.trace is not None
         gate.set()
         end = time.monotonic() + 30

@@ -3,8 +3,10 @@
 Each stream is a thread. It does one thing after the other, each after a delay that a seed decides; streams wait for
 each other only where follow() says so. A failure comes late: what was asked for before it may be done or not.
 
-What the calling thread does itself, with torch on the CPU, is the work of the stream HOST: it is done when the call
-returns. kernel() gives work to a stream instead.
+For torch its tensors lie on "simulated:0" (backend.py). A copy to or from such a tensor is work of the calling thread's
+current stream; one into the host's memory is done when the call returns. Every other operator is carried out at once:
+the stream is waited for, the CPU computes, and the results are copied back. The stream HOST, which is the current one
+unless on() says otherwise, has done all that it was asked for. kernel() gives other work to a stream.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from functools import partial
 from typing import Any
 
 import torch
+
+from . import backend
 
 KIND = 0x10001
 _HANDLE = struct.Struct("<iiQ")  # pid, descriptor, inode
@@ -113,11 +117,12 @@ class Simulated:
             publish. Delays, threads and order stay.
     """
 
-    torch_device = torch.device("cpu")
-
     def __init__(self, seed: int = 0, longest: float = 0.002, *, prompt: bool = False, index: int = 0) -> None:
+        load()
         self.kind = KIND + index
         self.name = f"simulated:{index}"
+        self.torch_device = torch.device("simulated", index)
+        _of_index[index] = self
         self.failed: BaseException | None = None
         self.longest = longest
         self.prompt = prompt
@@ -127,7 +132,7 @@ class Simulated:
         self.allocated = 0  # how often, so that it is known who publishes
         self._seeds = random.Random(seed)
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-        self._ranges: dict[int, tuple[int, int, int]] = {}  # by storage: begin, end, descriptor
+        self._descriptors: dict[int, int] = {}  # of the memory of arenas, by storage
         self._here = threading.local()
 
     # What an arena asks for; see shmsync/memory/devices.py.
@@ -140,7 +145,7 @@ class Simulated:
             return self._mapped(fd, size)
 
     def export(self, storage: torch.UntypedStorage) -> bytes:
-        fd = self._ranges[storage._cdata][2]
+        fd = self._descriptors[storage._cdata]
         return _HANDLE.pack(os.getpid(), fd, os.fstat(fd).st_ino)
 
     def open(self, handle: bytes, size: int) -> torch.UntypedStorage:
@@ -160,19 +165,15 @@ class Simulated:
             return self._mapped(opened, size)
 
     def free(self, storage: torch.UntypedStorage) -> None:
-        self._drop(storage._cdata)
-
-    def _drop(self, key: int) -> None:
-        found = self._ranges.pop(key, None)
+        found = self._descriptors.pop(storage._cdata, None)
         if found is not None:
-            os.close(found[2])
+            os.close(found)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        address = tensor.data_ptr()
-        return any(begin <= address < end for begin, end, _ in list(self._ranges.values()))
+        return tensor.device == self.torch_device
 
     def staging(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def stream(self) -> Stream:
         stream = Stream(self, self._seeds.getrandbits(32))
@@ -229,52 +230,26 @@ class Simulated:
 
             raise DeviceFailed(f"{self.name} failed: {self.failed}")
 
-    # What torch does for tensors of other devices.
-
-    def assign(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        from shmsync.memory import devices
-
-        owner, giver = devices.holding(to), devices.holding(source)
-        if owner is not None and owner is not self:  # as torch: between two devices, on the stream of the target's
-            owner.assign(to, source)
-            return
-        mine = self.current()
-        if giver not in (None, self):  # what is to be copied there is made first
-            self.follow(mine, giver.current())
-        if to.dtype != source.dtype:
-            self.casts += 1
-        if giver is None:  # the caller may change it at once
-            source = source.clone()
-        self.kernel(lambda: _copy(to, source), mine)
-        if giver not in (None, self):
-            giver.follow(giver.current(), mine)
-        if owner is None:
-            self.follow(HOST, mine)
-
-    def clone(self, tensor: torch.Tensor) -> torch.Tensor:
-        there = self.tensor(torch.empty_like(tensor))
-        self.assign(there, tensor)
-        return there
-
     # For tests.
 
     def tensor(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy of this tensor in memory of the device."""
-        values = values.clone()  # dense, and laid out as the values are
-        storage = self.allocate(max(values.nbytes, 1))
-        there = torch.empty(0, dtype=values.dtype).set_(storage, 0, values.shape, values.stride())
-        weakref.finalize(storage, self._drop, storage._cdata).atexit = False  # it lives as long as tensors over it
-        there.copy_(values)
-        return there
+        """A copy of this tensor in memory of the device, dense and laid out as the values are."""
+        with self.on(HOST):
+            return values.to(self.torch_device, copy=True)
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
         """The current stream of this thread."""
-        before, self._here.stream = self.current(), stream
+        before = self.current()
+        self._use(stream)
         try:
             yield
         finally:
-            self._here.stream = before
+            self._use(before)
+
+    def _use(self, stream: Any) -> None:
+        self._here.stream = stream
+        torch.ops.simulated.set_stream(0 if stream is HOST else id(stream))  # whose memory is used again by whom
 
     def kernel(self, work: Callable[[], None], stream: Any = None) -> None:
         """Work for a stream, by default the current one."""
@@ -303,10 +278,53 @@ class Simulated:
 
     def _mapped(self, fd: int, size: int) -> torch.UntypedStorage:
         fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
-        storage = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8).untyped_storage()
-        begin = storage.data_ptr()
-        self._ranges[storage._cdata] = begin, begin + size, fd
+        pages = (ctypes.c_ubyte * size).from_buffer(mmap.mmap(fd, size))
+        address = ctypes.addressof(pages)
+        storage = torch.ops.simulated.wrap(address, size, self.torch_device.index).untyped_storage()
+        weakref.finalize(storage, id, pages).atexit = False  # mapped as long as tensors over it live
+        self._descriptors[storage._cdata] = fd
         return storage
+
+
+_of_index: weakref.WeakValueDictionary[int, Simulated] = weakref.WeakValueDictionary()  # the newest of each
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor, which may lie on a device, as a tensor of the host."""
+    return tensor if tensor.device.type == "cpu" else torch.ops.simulated.on_host(tensor)
+
+
+def _copied(source: torch.Tensor, to: torch.Tensor) -> None:
+    """What `to.copy_(source)` does where one of them, or both, are on devices: the work of the target's, if it can."""
+    places = (each.device.index if each.device.type == "simulated" else None for each in (to, source))
+    owner, giver = (_of_index.get(place) for place in places)
+    device = owner or giver
+    if device is None:  # it is gone; or a test looks at calls only
+        _copy(on_host(to), on_host(source))
+        return
+    mine = device.current()
+    if giver not in (None, device):  # what is to be copied there is made first
+        device.follow(mine, giver.current())
+    if to.dtype != source.dtype:
+        device.casts += 1
+    if giver is None and mine is not HOST:  # the caller may change it at once
+        source = source.clone()
+    there, here = on_host(to), on_host(source)
+    device.kernel(lambda: _copy(there, here), mine)
+    if giver not in (None, device):
+        giver.follow(giver.current(), mine)
+    if owner is None:
+        device.follow(HOST, mine)
+
+
+def load() -> None:
+    """Let torch know the devices, in this process."""
+    backend.load(_copied, _synchronize)
+
+
+def _synchronize(device: object = None) -> None:
+    for each in list(_of_index.values()):
+        each.settle()
 
 
 @torch.no_grad()  # each thread has gradients on by itself
@@ -344,7 +362,7 @@ def installed(*made: Simulated, default: bool = False) -> Iterator[None]:
     """Only these are known to this process, and afterwards what was before. `default`: all new arenas lie on one."""
     from shmsync.memory import attaching, devices
 
-    known = devices._of_kind, devices._of_name, devices._visible, devices._default, devices._of_torch
+    known = devices._of_kind, devices._of_name, devices._default, devices._of_torch
     before = [each.copy() for each in known]
     for each in known:
         each.clear()
@@ -380,4 +398,6 @@ def install(devices: Any) -> Simulated:
     device, other = (Simulated(seed + index, longest=0.0005, prompt=True, index=index) for index in range(2))
     devices.register(device, default=True)
     devices.register(other)
+    if os.environ.get("SHMSYNC_TEST_TENSORS") != "host":
+        torch.set_default_device(device.torch_device)
     return device

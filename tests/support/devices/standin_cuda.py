@@ -13,14 +13,14 @@ import itertools
 import mmap
 import random
 import threading
+import weakref
 from collections import Counter
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
-from support.devices.simulated import Event, Stream, on_a_drivers_thread
+from support.devices.simulated import Event, Stream, load, on_a_drivers_thread
 
 BLOCK = 2 << 20
 MEMORY = 1 << 28  # of each GPU
@@ -379,12 +379,13 @@ class StandInTorch:
     def wrap(self, memory, index):
         if self.copies:
             return torch.empty(8, dtype=torch.uint8).untyped_storage()
+        load()
         interface = memory.__cuda_array_interface__
         (size,), (address, readonly) = interface["shape"], interface["data"]
         assert (interface["typestr"], interface["version"], readonly) == ("|u1", 3, False)
-        array: Any = (ctypes.c_uint8 * size).from_address(address)
-        array.keep = memory
-        return torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
+        storage = torch.ops.simulated.wrap(address, size, index).untyped_storage()
+        weakref.finalize(storage, id, memory).atexit = False  # it lives as long as tensors over it
+        return storage
 
     def index_of(self, tensor):
         address = tensor.data_ptr()

@@ -122,7 +122,7 @@ class Policy(nn.Module):
         logits = self.net(observation)
         action = torch.distributions.Categorical(logits=logits).sample()
         low, high = self.echo.min(), self.echo.max()
-        ones = torch.ones(len(observation))
+        ones = torch.ones(len(observation), device=self.tag.device)
         return {"action": action, "tag": self.tag * ones, "low": low * ones, "high": high * ones}
 
     def set_tag(self, tag):

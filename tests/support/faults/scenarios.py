@@ -367,7 +367,7 @@ def shift_net(state):
         for parameter in state.net.parameters():
             parameter.add_(0.5)
     state.pub.publish()
-    return state.net.eval()(torch.ones(2, 6)).detach()
+    return state.net.eval()(torch.ones(2, 6)).detach().cpu()
 
 
 class Bind(Scenario):
@@ -417,7 +417,7 @@ def serve_scheme(state, scheme, pipe):
     while not state.conn.poll():
         receiver.receive(0.01)
     scheme.shutdown()
-    return [parameter.detach().clone() for parameter in state.model.parameters()]
+    return [parameter.detach().cpu().clone() for parameter in state.model.parameters()]
 
 
 class Send(Scenario):

@@ -55,14 +55,16 @@ class Held(nn.Linear):
 
 class Pair:
     """A trainer's scheme, and a receiver's for each worker, in this process. `models`: the workers', unless they are
-    copies of the trainer's."""
+    copies of the trainer's; `lie`: where these copies are, else where the trainer's is."""
 
-    def __init__(self, model, workers=2, models=None, **options):
+    def __init__(self, model, workers=2, models=None, lie=None, **options):
         start = options.pop("start", None) or {"model": model, "devices": [None] * workers}
         self.sender = ShmWeightSyncScheme(**{"timeout": 5.0, **options})
         self.sender.init_on_sender(model_id="policy", **start)
         self.receivers = [pickle.loads(pickle.dumps(self.sender)) for _ in range(workers)]
         self.models = [copy.deepcopy(model) for _ in range(workers)] if models is None else models
+        if lie is not None:
+            self.models = [own.to(place or "cpu") for own, place in zip(self.models, lie, strict=True)]
         self.sender.connect()
         for index, (receiver, own) in enumerate(zip(self.receivers, self.models, strict=True)):
             for tensor in own.state_dict().values():

@@ -10,7 +10,6 @@ import torch
 
 from shmsync import Publisher, Subscriber
 from shmsync.errors import ManifestMismatch
-from shmsync.memory import devices
 from shmsync.schemes import SharedMemWeightSyncScheme
 from shmsync.schemes.arenas import subscriptions
 from support.calls import meanwhile
@@ -31,17 +30,17 @@ def elsewhere(monkeypatch):
 
 @pytest.mark.parametrize(("consistency", "slots"), SLOTS)
 @pytest.mark.parametrize("copies", [False, True])
-def test_a_scheme_puts_its_arena_on_a_device(request, copies, consistency, slots):
+def test_a_scheme_puts_its_arena_on_a_device(copies, consistency, slots):
     with installed(Simulated(5, 0.0005)):
-        if copies:
-            request.getfixturevalue("elsewhere")
         made = PipeRig(SharedMemWeightSyncScheme, consistency=consistency, slots=slots, device="simulated:0")
         addresses = set()
+        for net in made.nets:
+            net.to("cpu" if copies else "simulated:0")
         for value in (1, 2, 3):
             made.deliver(Stamped(value))
             assert made.stamps() == [value, value]
             addresses.add(made.nets[0].layer.weight.data_ptr())
-            assert {devices.holding(net.layer.weight) is None for net in made.nets} == {copies}
+            assert {net.layer.weight.is_cpu for net in made.nets} == {copies}
         assert len(addresses) == 1 or (slots > 1 and not copies)  # the addresses of slots=1 never move
         made.close()
         gc.collect()

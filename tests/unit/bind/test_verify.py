@@ -281,7 +281,7 @@ INCOMPARABLE = {
     "uninitialized": nn.UninitializedParameter,
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(8)]),
     "fake": lambda: FakeTensorMode().from_tensor(torch.empty(2, 8)),
-    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2, 8), 0.1, 0, torch.qint8),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2, 8, device="cpu"), 0.1, 0, torch.qint8),
     "meta": lambda: torch.empty(2, 8, device="meta"),
 }
 

@@ -52,7 +52,7 @@ def left(device):
 
 
 def tensor(storage):
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 # Memory.
@@ -535,9 +535,8 @@ def arena(process):
     def make(weights, slots=2, made=False, **options):
         calls = visible.device(0)._calls if made else process(World())
         device = visible.device(0)
-        device.torch_device = torch.device("cpu")  # where its memory really lies
-        device.assign, device.clone = torch.Tensor.copy_, torch.clone  # as torch does for tensors of real GPUs
-        devices._default[:] = devices._visible[:] = [device]
+        device.torch_device = torch.device("simulated", 0)  # for torch
+        devices._default[:] = [device]
         pub = shmsync.Publisher(weights, slots=slots, timeout=20.0)
         opened.append(pub)
         sub = shmsync.Subscriber(pub.handle, worker=0, timeout=20.0, **options)
@@ -546,7 +545,6 @@ def arena(process):
 
     yield make
     devices._default[:] = before
-    devices._visible.clear()
     for each in reversed(opened):
         each.close()
 
@@ -574,7 +572,7 @@ def test_versions_go_through_the_calls(arena, slots):
 def test_weights_of_the_gpu_are_copied_after_the_current_stream_and_before_what_comes_next(process, arena, slots):
     process(World())
     device = visible.device(0)
-    there = torch.empty(0, dtype=torch.float32).set_(device.allocate(4000), 0, (1000,)).fill_(1)
+    there = torch.empty(0, device="simulated:0").set_(device.allocate(4000), 0, (1000,)).fill_(1)
     calls, pub, sub = arena({"t": there}, slots, made=True)
     stream = device.stream()
     with calls.side.stream(stream.handle):
@@ -673,7 +671,7 @@ def test_an_arena_whose_device_refuses_any_call_leaves_no_segment(process):
         while True:
             calls = process(World())
             device = visible.device(0)
-            device.torch_device = torch.device("cpu")
+            device.torch_device = torch.device("simulated", 0)
             devices._default[:] = [device]
             calls.fail_at = sum(name not in TALK for name, _ in calls.log) + number
             calls.code = 801

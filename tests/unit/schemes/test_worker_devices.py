@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from shmsync.errors import ManifestMismatch
-from shmsync.memory import devices
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from shmsync.schemes.arenas.worker_devices import WorkerDevices
 from support.conformance.nets import Stamped, ask, stamp
@@ -25,11 +24,11 @@ def two():
 
 
 class Team:
-    """A scheme's sender, and receivers in this process, each with a pipe of its own."""
+    """A scheme's sender, and receivers in this process, each with a pipe of its own. `lie`: where their modules are."""
 
-    def __init__(self, scheme, workers, **given):
+    def __init__(self, scheme, workers, lie=None, **given):
         self.scheme, self.ends, self.receivers = scheme, [multiprocessing.Pipe() for _ in range(workers)], []
-        self.nets = [Stamped(0) for _ in range(workers)]
+        self.nets = [Stamped(0).to(place or "cpu") for place in lie or [None] * workers]
         scheme.init_on_sender("policy", pipes=[ours for ours, _ in self.ends], **given)
         for index, (_, theirs) in enumerate(self.ends):
             copy = pickle.loads(pickle.dumps(scheme))
@@ -47,7 +46,7 @@ class Team:
         return [ask(net) for net in self.nets]
 
     def places(self):
-        return [devices.place_of(net.layer.weight) for net in self.nets]
+        return [str(net.layer.weight.device) for net in self.nets]
 
     def close(self):
         for receiver in self.receivers:
@@ -73,14 +72,10 @@ def team():
 @pytest.mark.parametrize("source", ["cpu", "simulated:1"])
 def test_each_device_has_one_arena_for_all_its_workers(two, team, slots, source):
     places = ["simulated:0", None, "simulated:1", "simulated:0", "cpu"]
-    made = team(SharedMemWeightSyncScheme(device=places, slots=slots), 5)
+    made = team(SharedMemWeightSyncScheme(device=places, slots=slots), 5, lie=places)
     allocated = {name: device.allocated for name, device in two.items()}
     before = set(segments())
-    net = Stamped(0)
-    if source != "cpu":
-        for tensor in (*net.parameters(), *net.buffers()):
-            tensor.data = two[source].tensor(tensor.data)
-        allocated[source] = two[source].allocated
+    net = Stamped(0).to(source)
     for value in (1, 2, 3):
         made.send(stamp(net, value))
         assert made.stamps() == [value] * 5
@@ -90,7 +85,8 @@ def test_each_device_has_one_arena_for_all_its_workers(two, team, slots, source)
 
 
 def test_one_copy_of_each_version_goes_to_each_device(two, team):
-    made = team(SharedMemWeightSyncScheme(device=["simulated:0"] * 3 + ["simulated:1"] * 2), 5)
+    places = ["simulated:0"] * 3 + ["simulated:1"] * 2
+    made = team(SharedMemWeightSyncScheme(device=places), 5, lie=places)
     made.send(Stamped(1))
     before = {name: device.copies for name, device in two.items()}
     made.send(Stamped(2))
@@ -98,8 +94,8 @@ def test_one_copy_of_each_version_goes_to_each_device(two, team):
 
 
 def test_devices_and_groups_go_together(two, team):
-    scheme = SharedMemWeightSyncScheme(device=["simulated:0", None, "simulated:0"], groups=[[0, 1], [2]])
-    made = team(scheme, 3)
+    places = ["simulated:0", None, "simulated:0"]
+    made = team(SharedMemWeightSyncScheme(device=places, groups=[[0, 1], [2]]), 3, lie=places)
     made.send(Stamped(1))
     made.send(Stamped(2), [2])
     made.send(Stamped(3), [1])  # alone on its device
@@ -137,7 +133,7 @@ def test_a_list_of_the_wrong_length_is_refused_before_anything_is_made(two, sche
     ("given", "error", "words"),
     [
         (["simulated:0", "mps"], ValueError, "cannot lie on 'mps'"),
-        ([None, "simulated:7"], ValueError, "'simulated:7', which is no device"),
+        ([None, "gpu:7"], ValueError, "'gpu:7', which is no device"),
         ([None, 3], TypeError, "not 3"),
         ({0: "cpu"}, TypeError, r"a list with one for each worker, not \{0: 'cpu'\} \(dict\)"),
         (["cuda:0"], Exception, "CUDA|cuda"),
@@ -154,12 +150,12 @@ def test_a_worker_need_not_see_the_devices_of_the_others(two):
     scheme = pickle.dumps(SharedMemWeightSyncScheme(device=["simulated:0", None]))
     with installed():
         pickle.loads(scheme).shutdown()
-        with pytest.raises(ValueError, match="which is no device"):
+        with pytest.raises(ValueError, match="cannot lie on 'simulated:0'"):
             SharedMemWeightSyncScheme(device=["simulated:0", None])
 
 
 def test_devices_said_where_the_workers_are_known(two, team):
-    made = team(SharedMemWeightSyncScheme(), 2, device=[None, "simulated:1"])
+    made = team(SharedMemWeightSyncScheme(), 2, lie=[None, "simulated:1"], device=[None, "simulated:1"])
     made.send(Stamped(1))
     assert made.places() == ["cpu", "simulated:1"]
     late = team(SharedMemWeightSyncScheme(), 1)
@@ -182,9 +178,7 @@ def test_one_storage_for_all_cannot_be_on_two_devices(two):
 def test_weights_that_travel_come_from_any_device_in_order(two, team):
     device = two["simulated:0"]
     made = team(MultiProcessWeightSyncScheme(device=[None, "cpu"]), 2)
-    net = Stamped(1)
-    for tensor in (*net.parameters(), *net.buffers()):
-        tensor.data = device.tensor(tensor.data)
+    net = Stamped(1).to(device.torch_device)
     tensors = [*net.parameters(), *net.buffers()]
     with device.on(device.stream()):
         for value in (2, 3, 4):

@@ -14,8 +14,7 @@ from torchrl.weight_update.utils import _resolve_model
 
 from ....engine.source.strategy import WeightStrategy
 from ....errors import ManifestMismatch
-from ....memory.devices import place_of, usual
-from ....schemes.arenas.worker_devices import device_of_arena
+from ....schemes.arenas.worker_devices import HOST, device_of_arena
 from .own_weights import tensors_of
 
 
@@ -136,9 +135,9 @@ def _from_context(model_id: str, context: Any) -> First:
 
 def _place(source: Any) -> str:
     """The default device of an arena of these weights."""
-    places = {place_of(tensor) for tensor in tensors_of(source) if not is_lazy(tensor) and tensor.numel()}
+    places = {str(tensor.device) for tensor in tensors_of(source) if not is_lazy(tensor) and tensor.numel()}
     (place,) = places if len(places) == 1 else {"cpu"}
-    return usual() if place in ("cpu", "meta") else device_of_arena(place)
+    return HOST if place == "meta" else device_of_arena(place)
 
 
 def _alone(names: list[str], name: str) -> None:
