@@ -37,8 +37,11 @@ class Streams(Protocol):
         Raises TypeError for anything else.
         """
 
-    def follow(self, later: Stream, first: Stream) -> None:
-        """Work that `later` gets from now on waits for the work that `first` has now."""
+    def follow(self, later: Stream, first: Stream) -> bool:
+        """Work that `later` gets from now on waits for the work that `first` has now.
+
+        False: `later` is an event, which gets no work.
+        """
 
     def capturing(self, stream: Stream) -> bool:
         """Is what this stream is given now only recorded, to be done later, perhaps more than once (a CUDA graph)?"""

@@ -4,9 +4,9 @@ They are converted straight into the slot, one leaf after the other, so that pub
 weights: at most one leaf is in temporary memory. With slots = 1 readers wait while the slot is written; there a small
 set is converted beforehand into private memory, and they wait for a copy of its bytes alone.
 
-Into an arena on a device they come in three ways: the device copies what it has already as it is; what lies on a device
-is cast or gathered there, into the slot; and what lies in the host's memory is converted on its way into the staging
-memory, so that the device copies no more bytes than the slot has.
+Into an arena on a device they come in two ways. What lies on a device is copied by torch, all of it in one call, which
+casts and gathers on the way. What lies in the host's memory is converted on its way into the staging memory, so that
+the device copies no more bytes than the slot has.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from ...memory.arena import Arena
 from ...memory.devices import Device, assign, holding
 from ...memory.manifest import Leaf
 from ...memory.torch_modes import plainly
-from ..source.manifest_check import same_layout
 
 STAGED_BYTES = 16 << 20  # the most that is converted beforehand: the price of shorter waits, for small weights only
 
@@ -66,13 +65,17 @@ class Conversions:
                     assign(copy, source)
 
     def write(self, slot: int) -> None:
-        """Convert what is not staged into this slot, but for what held() gives."""
+        """Convert what is not staged into this slot, but for what write_aside() writes."""
         if self._sources and not self.staged:
             views = self._arena.views(slot, writable=True)
             with plainly():
+                if self._arena.on_device is not None:
+                    there = [(views[leaf.key], each) for each, leaf in self._sources if each.device.type != "cpu"]
+                    if there:
+                        torch._foreach_copy_([view for view, _ in there], [source for _, source in there])
+                    return
                 for source, leaf in self._sources:
-                    if not (self._as_it_is(source, leaf) or self._staged(source)):
-                        assign(views[leaf.key], source)
+                    assign(views[leaf.key], source)
 
     def from_host(self) -> list[Leaf]:
         """Those that write_aside() writes: they lie in the host's memory, the slot does not."""
@@ -92,17 +95,10 @@ class Conversions:
         found = (holding(source) for source, _ in self._sources)
         return list({device.name: device for device in found if device is not None}.values())
 
-    def held(self) -> list[tuple[int, int, int]]:
-        """What the arena's device can copy as it is: (place in the slot, address, bytes)."""
-        return [
-            (leaf.offset, source.data_ptr(), leaf.nbytes)
-            for source, leaf in self._sources
-            if self._as_it_is(source, leaf)
-        ]
-
-    def _as_it_is(self, source: torch.Tensor, leaf: Leaf) -> bool:
-        place = self._arena.on_device
-        return place is not None and place.device.holds(source) and same_layout(source, leaf)
+    @property
+    def sources(self) -> list[torch.Tensor]:
+        """The tensors that are converted."""
+        return [source for source, _ in self._sources]
 
     def _staged(self, source: torch.Tensor) -> bool:
         return self._arena.on_device is not None and source.device.type == "cpu"

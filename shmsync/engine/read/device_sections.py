@@ -49,12 +49,15 @@ class TorchStreams:
             raise TypeError(f"a stream or an event of {self._device} is needed, not {given!r}")
         return given
 
-    def follow(self, later: Stream, first: Stream) -> None:
+    def follow(self, later: Stream, first: Stream) -> bool:
         """As in Streams."""
+        if not hasattr(later, "wait_event"):
+            return False
         if hasattr(first, "wait_event"):
             later.wait_stream(first)
         else:
             later.wait_event(first)
+        return True
 
     def capturing(self, stream: Stream) -> bool:
         """As in Streams."""

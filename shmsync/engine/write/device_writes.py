@@ -1,7 +1,8 @@
 """Publishing into an arena on a device: the copies are done later, and the device itself commits behind them.
 
-The trainer's thread asks for copies and goes on. What it asks its own stream for next comes after the copies that read
-its tensors; what lies in the host's memory is copied aside at once, so it may be changed at once.
+The trainer's thread asks its own current stream for the copies, and goes on. So they come after the work that makes the
+weights, and before what changes them next; what lies in the host's memory is copied aside at once. Only the commit
+waits on a stream of the arena's: the trainer's stream need not wait for it.
 
 INV: one version is under way at a time. Until it is committed, or known never to be, no other call touches the writer.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -45,6 +47,8 @@ class DeviceWrites(HostWrites):
         self._commit: _native.HostCall | None = None
         self._asked = False  # for copies since the last version that was published; before a write: by one given up
         self._number = 0  # the version that is under way
+        self._after: Stream | None = None  # of the write that is under way
+        self._sources: Sequence[torch.Tensor] = ()  # kept until then, where no stream waits for the copies
 
     @property
     def under_way(self) -> bool:
@@ -79,15 +83,17 @@ class DeviceWrites(HostWrites):
                     version=self._number,
                 )
         self._commit = None
+        self._forget()
         self._asked = False
         return True
 
     def order(self, devices: Sequence[Device], after: object, deadline: float) -> None:
         """As in HostWrites, but the copies wait, not the caller. Raises TypeError for what is no stream or event."""
         if after is not None:
-            stream = self._device.as_stream(after)
-            self._refuse_capture(stream)
-            self._device.follow(self._stream, stream)
+            made_by = self._device.as_stream(after)
+            self._refuse_capture(made_by)
+            self._device.follow(self._device.current(), made_by)
+            self._after = made_by
 
     def ready(self, deadline: float) -> None:
         """As in HostWrites."""
@@ -110,39 +116,31 @@ class DeviceWrites(HostWrites):
     def carry(self, pieces: list[Piece]) -> None:
         """As in HostWrites."""
         self._asked = True
-        self._device.copy(self._stream, pieces)
+        self._device.copy(self._device.current(), pieces)
 
     def write(self, plan: CopyPlan, address: int, slot: int) -> None:
         """As in HostWrites."""
         self._asked = True
         mine = self._device.current()
-        self._device.follow(self._stream, mine)
         plan.conversions.write(slot)
-        pieces = plan.conversions.held()
-        if pieces:
-            self._device.copy(self._stream, [(address + at, source, size) for at, source, size in pieces])
         staged = plan.staged()
         if staged:
             if self._staging is None:
                 self._staging = self._device.staging(self._bytes)
             aside = self._staging.data_ptr()
             plan.aside(self._staging)
-            self._device.copy(self._stream, [(address + at, aside + at, size) for at, size in staged])
-        if pieces:
-            self._device.follow(mine, self._stream)
-
-    def open_to(self) -> None:
-        """As in HostWrites."""
-        self._device.follow(self._device.current(), self._stream)
+            self._device.copy(mine, [(address + at, aside + at, size) for at, size in staged])
+        # Whoever made the weights may change them, or use their memory again, once they are copied.
+        if self._after is not None and not self._device.follow(self._after, mine):
+            self._sources = plan.conversions.sources
 
     def finish(self, deadline: float) -> None:
         """As in HostWrites."""
-        self._device.follow(self._stream, self._device.current())
         late = (
             f"the next version of arena {self._name!r} is still being copied on {self._device.name}, and its checksums "
             "need the copy; nothing was published, give it more time with timeout="
         )
-        wait_for_stream(self._device, self._stream, deadline, late)
+        wait_for_stream(self._device, self._device.current(), deadline, late)
 
     def commit(self) -> int:
         """As in HostWrites; the device publishes it."""
@@ -155,6 +153,13 @@ class DeviceWrites(HostWrites):
     def take_back(self) -> None:
         """As in HostWrites."""
         commit, self._commit = self._commit, None
+        self._forget()
+        if commit is None and self._asked:
+            with suppress(DeviceFailed):  # nothing is done there any more
+                self._device.follow(self._stream, self._device.current())
         if commit is not None and not commit.cancel():
             while not commit.wait(_SLICE):
                 stay_if_exiting()
+
+    def _forget(self) -> None:
+        self._after, self._sources = None, ()

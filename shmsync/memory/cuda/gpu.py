@@ -154,17 +154,20 @@ class Gpu:
                 return True
             return int(self._take("looking at a stream", "cudaStreamIsCapturing", answer)) != 0
 
-    def follow(self, later: GpuStream, first: GpuStream | GpuEvent) -> None:
+    def follow(self, later: GpuStream | GpuEvent, first: GpuStream | GpuEvent) -> bool:
         """As in Device."""
+        if isinstance(later, GpuEvent):
+            return False
         if later == first:
-            return
+            return True
         doing = "ordering two streams"
         if isinstance(first, GpuEvent):
             with self._here():
                 self._call(doing, "cudaStreamWaitEvent", later.handle, first.handle, 0)
-            return
+            return True
         with self._event(first) as event, self._here(later.index):
             self._call(doing, "cudaStreamWaitEvent", later.handle, event, 0)
+        return True
 
     def copy(self, stream: GpuStream, pieces: Sequence[tuple[int, int, int]]) -> None:
         """As in Device."""

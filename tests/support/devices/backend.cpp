@@ -168,9 +168,9 @@ at::Tensor wrap(int64_t address, int64_t size, int64_t index) {
                        at::TensorOptions().dtype(at::kByte).device(device), device);
 }
 
-// The same memory, as a tensor of the host's.
+// The same memory, as a tensor of the host's. It keeps nothing: what a stream still has to copy may be freed before.
 at::Tensor on_host(const at::Tensor& tensor) {
-  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), [tensor](void*) {},
+  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), [](void*) {},
                        at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU), at::Device(at::kCPU));
 }
 

@@ -22,12 +22,8 @@ def sections_let_go_at_once(patch, device):
     patch.setattr(ReadPath, "_reads_end", lambda path, call: call is None or device.call(HOST, call))
 
 
-def copies_do_not_follow_the_trainer(patch, device):
+def commits_do_not_follow_the_copies(patch, device):
     _some_follow_nobody(patch, device, lambda later, first, own: later is own and first is not HOST)
-
-
-def the_trainer_does_not_follow_copies(patch, device):
-    _some_follow_nobody(patch, device, lambda later, first, own: first is own)
 
 
 def weights_of_the_host_are_read_later(patch, device):
@@ -41,8 +37,7 @@ def _some_follow_nobody(patch, device, forgotten):
     follow = device.follow
 
     def follow_or_not(later, first):
-        if not forgotten(later, first, getattr(device, "own", None)):
-            follow(later, first)
+        return forgotten(later, first, getattr(device, "own", None)) or follow(later, first)
 
     _tell_own_stream(patch, device)
     patch.setattr(device, "follow", follow_or_not)
@@ -64,8 +59,7 @@ FAULTS: dict[str, Callable[[Any, Any], None]] = {
     for each in (
         commits_at_once,
         sections_let_go_at_once,
-        copies_do_not_follow_the_trainer,
-        the_trainer_does_not_follow_copies,
+        commits_do_not_follow_the_copies,
         weights_of_the_host_are_read_later,
     )
 }

@@ -118,11 +118,10 @@ class Simulated:
     """
 
     def __init__(self, seed: int = 0, longest: float = 0.002, *, prompt: bool = False, index: int = 0) -> None:
-        load()
+        copies_are_done_by(self, index)
         self.kind = KIND + index
         self.name = f"simulated:{index}"
         self.torch_device = torch.device("simulated", index)
-        _of_index[index] = self
         self.failed: BaseException | None = None
         self.longest = longest
         self.prompt = prompt
@@ -188,14 +187,17 @@ class Simulated:
             return given
         raise TypeError(f"a stream or an event of {self.name}, not {given!r}")
 
-    def follow(self, later: Any, first: Any) -> None:
+    def follow(self, later: Any, first: Any) -> bool:
+        if isinstance(later, Event):
+            return False
         if first is HOST or later is first:
-            return
+            return True
         event = first if isinstance(first, Event) else first.record()
         if later is HOST:
             event.done.wait()
         else:
             later.give(lambda: _wait(event))
+        return True
 
     def copy(self, stream: Any, pieces: list[tuple[int, int, int]]) -> None:
         self.copies += len(pieces)
@@ -286,7 +288,13 @@ class Simulated:
         return storage
 
 
-_of_index: weakref.WeakValueDictionary[int, Simulated] = weakref.WeakValueDictionary()  # the newest of each
+_of_index: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # the newest of each
+
+
+def copies_are_done_by(device: Any, index: int) -> None:
+    """torch's copies to and from the memory of this index are work of this device's streams, while the device lives."""
+    backend.load(_copied, _synchronize)
+    _of_index[index] = device
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -315,11 +323,6 @@ def _copied(source: torch.Tensor, to: torch.Tensor) -> None:
         giver.follow(giver.current(), mine)
     if owner is None:
         device.follow(HOST, mine)
-
-
-def load() -> None:
-    """Let torch know the devices, in this process."""
-    backend.load(_copied, _synchronize)
 
 
 def _synchronize(device: object = None) -> None:

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import torch
 
-from support.devices.simulated import Event, Stream, load, on_a_drivers_thread
+from support.devices.simulated import HOST, Event, Stream, copies_are_done_by, on_a_drivers_thread
 
 BLOCK = 2 << 20
 MEMORY = 1 << 28  # of each GPU
@@ -85,6 +85,7 @@ class Proxy:
         self.world, self.visible = world, list(visible)
         self.pid = next(world.numbers)
         self.side = StandInTorch(self)
+        self._copies = TorchCopies(self)
         self.fail_at, self.code = fail_at, code
         self.log = []  # (name, arguments)
         self.last_error = 0
@@ -379,7 +380,6 @@ class StandInTorch:
     def wrap(self, memory, index):
         if self.copies:
             return torch.empty(8, dtype=torch.uint8).untyped_storage()
-        load()
         interface = memory.__cuda_array_interface__
         (size,), (address, readonly) = interface["shape"], interface["data"]
         assert (interface["typestr"], interface["version"], readonly) == ("|u1", 3, False)
@@ -396,6 +396,30 @@ class StandInTorch:
 
     def cached(self, index):
         return 4096
+
+
+class TorchCopies:
+    """torch's copies to and from GPU 0, which are work of the calling thread's current stream."""
+
+    def __init__(self, calls):
+        self._calls, self.casts = calls, 0
+        copies_are_done_by(self, 0)
+
+    def current(self):
+        if threading.current_thread().name == "simulated stream":  # a kernel, which is the stream's work itself
+            return HOST
+        return self._calls.stream_of(self._calls.side.current(0), 0)
+
+    def kernel(self, work, stream):
+        work() if stream is HOST else stream.give(work)
+
+    def follow(self, later, first):
+        assert later is HOST
+        if first is not HOST:
+            first.record().done.wait()
+
+    def settle(self):
+        self.current().record().done.wait()
 
 
 def torch_stream(handle, index=0):
