@@ -77,7 +77,7 @@ test-all: test test-rest
 
 # What needs NVIDIA GPUs, and over a stand-in what does not; a machine without one skips the former and says why.
 test-gpu: $(STAMP)
-	$(PYTEST) -rs --choice all $(abspath tests/gpu) $(abspath tests/unit/memory/test_cuda_calls.py) $(ARGS)
+	$(PYTEST) -rs --choice all $(abspath tests/gpu) $(abspath tests/unit/memory/cuda) $(ARGS)
 
 # The zoo: every way to use a bound module, ROUNDS draws of each.
 ROUNDS ?= 10

@@ -82,7 +82,7 @@ FAULTS = [
     Fault("shmsync/memory/slab/memfd.py", "if found & seals != seals or", "if", "unit/memory/test_sealed.py"),
     Fault("shmsync/memory/system/process.py", "self._replaced = not _native.may_be_same_owner(found, self._owner)",
           "self._replaced = False", "engine/death/test_exec.py limits/test_identities.py"),
-    Fault("shmsync/memory/cuda/blocks.py", "mapping.users += 1", "pass", "unit/memory/test_cuda_calls.py"),
+    Fault("shmsync/memory/cuda/blocks.py", "mapping.users += 1", "pass", "unit/memory/cuda/test_gpu_memory.py"),
     # schemes
     Fault("shmsync/schemes/unacked.py", "self._due[worker] = {**due, **part.leaves}",
           "self._due[worker] = dict(part.leaves)", "conformance/sends/test_partial.py"),

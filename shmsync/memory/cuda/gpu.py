@@ -10,7 +10,7 @@ import ctypes
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -148,11 +148,7 @@ class Gpu:
         if isinstance(stream, GpuEvent):
             return False
         with self._here(stream.index):
-            answer = self._calls.cudaStreamIsCapturing(stream.handle)
-            if int(answer[0]) == CAPTURE_ELSEWHERE:
-                self._calls.cudaGetLastError()
-                return True
-            return int(self._take("looking at a stream", "cudaStreamIsCapturing", answer)) != 0
+            return self._captured(stream)
 
     def follow(self, later: GpuStream | GpuEvent, first: GpuStream | GpuEvent) -> bool:
         """As in Device."""
@@ -165,14 +161,19 @@ class Gpu:
             with self._here():
                 self._call(doing, "cudaStreamWaitEvent", later.handle, first.handle, 0)
             return True
-        with self._event(first) as event, self._here(later.index):
-            self._call(doing, "cudaStreamWaitEvent", later.handle, event, 0)
+        with self._here(first.index):
+            event = self._recorded(first)
+            try:
+                with nullcontext() if later.index == first.index else self._here(later.index):
+                    self._call(doing, "cudaStreamWaitEvent", later.handle, event, 0)
+            finally:
+                self._keep(event, first.index)  # it may be recorded again: the wait is for what the stream had
         return True
 
     def copy(self, stream: GpuStream, pieces: Sequence[tuple[int, int, int]]) -> None:
         """As in Device."""
         with self._here():
-            for to, source, size in joined(pieces):
+            for to, source, size in pieces:
                 self._call(f"copying {size:,} bytes", "cudaMemcpyAsync", to, source, size, stream.handle)
 
     def call(self, stream: GpuStream, call: _native.HostCall) -> None:
@@ -184,7 +185,9 @@ class Gpu:
         """As in Device. CUDA's own waits know no deadline, so this looks at an event again and again."""
         deadline = time.monotonic() + seconds
         pause, longest = _LOOK
-        with self._event(stream) as event:
+        with self._here(stream.index):
+            event = self._recorded(stream)
+        try:
             while True:
                 with self._here(stream.index):
                     answer = self._calls.cudaEventQuery(event)
@@ -196,6 +199,8 @@ class Gpu:
                     return False
                 time.sleep(min(pause, left))
                 pause = min(2 * pause, longest)
+        finally:
+            self._keep(event, stream.index)
 
     def check(self) -> None:
         """As in Device: an error that came late is what every later call to CUDA answers."""
@@ -234,32 +239,38 @@ class Gpu:
         finally:
             guard.__exit__(None, None, None)
 
-    @contextmanager
-    def _event(self, stream: GpuStream) -> Iterator[int]:
-        """An event behind what the stream has now. It is the GPU's of that stream, which CUDA wants."""
-        if self.capturing(stream):
+    def _captured(self, stream: GpuStream) -> bool:
+        answer = self._calls.cudaStreamIsCapturing(stream.handle)
+        if int(answer[0]) == CAPTURE_ELSEWHERE:
+            self._calls.cudaGetLastError()
+            return True
+        return int(self._take("looking at a stream", "cudaStreamIsCapturing", answer)) != 0
+
+    def _recorded(self, stream: GpuStream) -> int:
+        """An event behind what the stream has now, to be given to _keep(). Call it inside _here() of that GPU."""
+        if self._captured(stream):
             raise ProtocolError(
                 f"a CUDA graph is being captured on a stream of cuda:{stream.index}, so what it has now is never done; "
                 "nothing was changed, call it before or after the capture"
             )
         kept = self._events.setdefault(stream.index, [])
-        with self._here(stream.index):
-            try:
-                event = kept.pop()
-            except IndexError:
-                event = int(self._call("making an event", "cudaEventCreateWithFlags", EVENT_NO_TIMING))
-            try:
-                self._call("recording an event", "cudaEventRecord", event, stream.handle)
-            except BaseException:
-                self._calls.cudaEventDestroy(event)
-                raise
         try:
-            yield event  # once a stream waits for it, it may be recorded again: the wait is for what it had
-        finally:
-            if len(kept) < _KEPT_EVENTS:
-                kept.append(event)
-            else:
-                self._give_back(lambda: self._calls.cudaEventDestroy(event), stream.index)
+            event = kept.pop()
+        except IndexError:
+            event = int(self._call("making an event", "cudaEventCreateWithFlags", EVENT_NO_TIMING))
+        try:
+            self._call("recording an event", "cudaEventRecord", event, stream.handle)
+        except BaseException:
+            self._calls.cudaEventDestroy(event)
+            raise
+        return event
+
+    def _keep(self, event: int, index: int) -> None:
+        kept = self._events[index]
+        if len(kept) < _KEPT_EVENTS:
+            kept.append(event)
+        else:
+            self._give_back(lambda: self._calls.cudaEventDestroy(event), index)
 
     def _call(self, doing: str, name: str, *arguments: Any, needed: int | None = None) -> Any:
         """What this function of CUDA gives."""
@@ -300,17 +311,6 @@ class Gpu:
                 f"using it; this is a fault of torch {torch.__version__} or of shmsync, please report it"
             )
         return storage
-
-
-def joined(pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """The same copies, with those that lie next to each other on both sides as one: each call costs microseconds."""
-    found: list[tuple[int, int, int]] = []
-    for to, source, size in pieces:
-        if found and found[-1][0] + found[-1][2] == to and found[-1][1] + found[-1][2] == source:
-            found[-1] = (found[-1][0], found[-1][1], found[-1][2] + size)
-        elif size:
-            found.append((to, source, size))
-    return found
 
 
 def _taken(calls: CudaCalls, call: str, answer: Answer, device: str, doing: str, needed: int | None = None) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import itertools
 import mmap
 import random
@@ -20,6 +21,7 @@ from types import SimpleNamespace
 
 import torch
 
+from shmsync.memory.cuda.gpu import Gpu
 from support.devices.simulated import HOST, Event, Stream, copies_are_done_by, on_a_drivers_thread
 
 BLOCK = 2 << 20
@@ -430,3 +432,24 @@ def torch_stream(handle, index=0):
 def torch_event(handle, index=0):
     """As torch.cuda.Event shows itself."""
     return SimpleNamespace(cuda_event=handle, device=SimpleNamespace(index=index))
+
+
+def gpu(world=None, index=0, **options):
+    calls = Proxy(world or World(), **options)
+    return Gpu(index, calls, calls.side)
+
+
+def two_processes():
+    """The GPU of a world, as a trainer has it, and a worker."""
+    world = World()
+    return gpu(world), gpu(world)
+
+
+def left(device):
+    """What a process still has of CUDA when its garbage is gone."""
+    gc.collect()
+    return device._calls.left()
+
+
+def tensor(storage):
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

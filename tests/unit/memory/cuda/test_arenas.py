@@ -1,0 +1,226 @@
+"""A whole arena on a GPU: a publisher and a subscriber over the proxy of CUDA's calls."""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+import shmsync
+from shmsync.errors import ProtocolError, ShmSyncError
+from shmsync.memory import devices
+from shmsync.memory.cuda import visible
+from support.devices.standin_cuda import (
+    TALK,
+    World,
+    torch_stream,
+)
+
+
+@pytest.fixture
+def arena(process):
+    """arena(weights, ...) -> its calls, a publisher on the proxy, and a subscriber that finds it by its handle."""
+    before, opened = list(devices._default), []
+
+    def make(weights, slots=2, made=False, **options):
+        calls = visible.device(0)._calls if made else process(World())
+        device = visible.device(0)
+        device.torch_device = torch.device("simulated", 0)  # for torch
+        devices._default[:] = [device]
+        pub = shmsync.Publisher(weights, slots=slots, timeout=20.0)
+        opened.append(pub)
+        sub = shmsync.Subscriber(pub.handle, worker=0, timeout=20.0, **options)
+        opened.append(sub)
+        return calls, pub, sub
+
+    yield make
+    devices._default[:] = before
+    for each in reversed(opened):
+        each.close()
+
+
+def value(sub):
+    with sub.read() as section:
+        (only,) = set(section.weights["t"].tolist())
+        return section.version, only
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_versions_go_through_the_calls(arena, slots):
+    source = {"t": torch.full((1000,), 1.0)}
+    calls, pub, sub = arena(source, slots)
+    for version in range(2, 60):
+        source["t"].fill_(version)
+        assert pub.publish() == version
+        source["t"].fill_(-1)  # copied aside
+        sub.wait_version(version)
+        assert value(sub) == (version, float(version))
+    assert calls.names().count("cuLaunchHostFunc") >= 2 * 58  # a commit and a release for each
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_weights_of_the_gpu_are_copied_after_the_current_stream_and_before_what_comes_next(process, arena, slots):
+    process(World())
+    device = visible.device(0)
+    there = torch.empty(0, device="simulated:0").set_(device.allocate(4000), 0, (1000,)).fill_(1)
+    calls, pub, sub = arena({"t": there}, slots, made=True)
+    stream = device.stream()
+    with calls.side.stream(stream.handle):
+        for version in range(2, 30):
+            for step in (-1, version):
+                calls.kernel(lambda step=step: there.fill_(step))
+            pub.publish({"t": there})
+            calls.kernel(lambda: there.fill_(-2))
+            sub.wait_version(version)
+            assert value(sub) == (version, float(version))
+    assert "cudaHostAlloc" not in calls.names()
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_publish_during_a_capture_is_refused_before_anything_changes(arena, slots):
+    source = {"t": torch.full((100,), 1.0)}
+    calls, pub, sub = arena(source, slots)
+    while not sub._reader.arena.on_device.reads.wait(10**8):
+        pass
+    stream = visible.device(0).stream()
+    calls.capturing.add(stream.handle)
+    source["t"].fill_(2)
+    before = calls.names().count("cudaMemcpyAsync")
+    with calls.side.stream(stream.handle):
+        with pytest.raises(ProtocolError, match="before or after the capture"):
+            pub.publish()
+        with pytest.raises(ProtocolError, match="before or after the capture"), pub.update():
+            pass
+    with pytest.raises(ProtocolError, match="before or after the capture"):
+        pub.publish(after=torch_stream(stream.handle))
+    assert calls.names().count("cudaMemcpyAsync") == before
+    assert value(sub) == (1, 1.0)
+    assert pub.publish(wait=[]) == 2
+    assert value(sub) == (2, 2.0)
+
+
+def test_a_slot_is_kept_until_the_kernels_of_its_section_are_done(arena):
+    source = {"t": torch.full((100,), 1.0)}
+    calls, pub, sub = arena(source, 1)
+    kernels, seen, gate = visible.device(0).stream(), [], threading.Event()
+    calls.stream_of(kernels.handle).give(gate.wait)
+    with sub.read() as section:
+        weights = section.weights["t"]
+        calls.kernel(lambda: seen.append(set(weights.tolist())), kernels.handle)
+        section.release_after(torch_stream(kernels.handle))
+    source["t"].fill_(2)
+    with pytest.raises(shmsync.ReaderStalled):
+        pub.publish(timeout=0.2)
+    gate.set()
+    assert pub.publish(wait=[]) == 2
+    assert seen == [{1.0}]
+
+
+def test_a_section_around_a_capture_holds_nothing_up(arena):
+    source = {"t": torch.full((100,), 1.0)}
+    calls, pub, sub = arena(source, 1)
+    stream = visible.device(0).stream()
+    calls.capturing.add(stream.handle)
+    with calls.side.stream(stream.handle), sub.read() as section:
+        section.release_after(torch_stream(stream.handle))
+    source["t"].fill_(2)
+    assert pub.publish(wait=[], timeout=20) == 2
+
+
+def test_a_capture_in_a_section_of_several_slots_is_refused(arena):
+    source = {"t": torch.full((100,), 1.0)}
+    calls, pub, sub = arena(source, 2)
+    stream = visible.device(0).stream()
+    calls.capturing.add(stream.handle)
+    with calls.side.stream(stream.handle), pytest.raises(ProtocolError, match="publish with slots=1"), sub.read():
+        pass
+    for version in (2, 3, 4):  # and the slot was let go
+        source["t"].fill_(version)
+        assert pub.publish(wait=[], timeout=20) == version
+        assert value(sub) == (version, float(version))
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("leaves", [1, 64, 5000])
+def test_a_publish_takes_as_many_calls_whatever_the_number_of_leaves(process, arena, leaves, slots):
+    process(World())
+    device = visible.device(0)
+    memory = device.allocate(64 * leaves)
+    net = torch.nn.Module()
+    for number in range(leaves):
+        there = torch.empty(0, device="simulated:0").set_(memory, 16 * number, (8,)).fill_(1)
+        net.register_parameter(f"p{number}", torch.nn.Parameter(there))
+    calls, pub, sub = arena(net, slots, made=True)
+    pub.publish(wait=[])
+    value_of(sub)
+    calls.log.clear()
+    with torch.no_grad():
+        net.p0.fill_(7)
+    pub.publish()
+    assert calls.names() == PUBLISH
+    sub.wait_version(3)
+    calls.log.clear()
+    assert value_of(sub) == 7
+    assert calls.names() == SECTION
+
+
+# Is it captured? Twice, once before anything is changed. The stream of the arena waits for the trainer's, where torch
+# was asked for the copies, and commits. A section ends alike.
+PUBLISH = [
+    "cudaStreamIsCapturing",
+    "cudaStreamIsCapturing",
+    "cudaEventRecord",
+    "cudaStreamWaitEvent",
+    "cuLaunchHostFunc",
+]
+SECTION = PUBLISH
+
+
+def value_of(sub):
+    with sub.read() as section:
+        return section.weights["p0"][0].item()
+
+
+def test_nothing_is_left_when_both_ends_are_closed(arena):
+    calls, pub, sub = arena({"t": torch.full((100,), 1.0)}, 2)
+    pub.publish(wait=[])
+    value(sub)
+    sub.close()
+    pub.close()
+    gc.collect()
+    visible._used.cache_clear()
+    devices._default.clear()
+    gc.collect()
+    assert {name: many for name, many in calls.left().items() if name in ("memory", "mappings")} == {}
+
+
+def test_an_arena_whose_device_refuses_any_call_leaves_no_segment(process):
+    """At the creation and the first publish: a typed error, no memory of the GPU, no segment (see nothing_left)."""
+    before = list(devices._default)
+    try:
+        number = 0
+        while True:
+            calls = process(World())
+            device = visible.device(0)
+            device.torch_device = torch.device("simulated", 0)
+            devices._default[:] = [device]
+            calls.fail_at = sum(name not in TALK for name, _ in calls.log) + number
+            calls.code = 801
+            number += 1
+            pub = None
+            try:
+                pub = shmsync.Publisher({"t": torch.ones(10)}, timeout=20.0)
+            except ShmSyncError:
+                pass
+            if pub is None:
+                gc.collect()
+                assert calls.left().get("memory", 0) == 0, calls.names()
+                continue
+            reached = sum(name not in TALK for name, _ in calls.log) <= calls.fail_at
+            calls.fail_at = None
+            pub.close()
+            if reached:
+                break
+        assert number > 15
+    finally:
+        devices._default[:] = before

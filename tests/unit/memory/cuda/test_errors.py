@@ -1,0 +1,177 @@
+"""Which GPU is meant, and what is said about each error of CUDA's calls; at each call, over the proxy."""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from shmsync import _native
+from shmsync.errors import ArenaCorrupt, ArenaNotFound, DeviceFailed, ForkedHandle, NoSpace, ProtocolError, ShmSyncError
+from shmsync.memory import devices
+from shmsync.memory.cuda import causes, visible
+from shmsync.memory.cuda.gpu import Gpu
+from shmsync.memory.cuda.handle_format import SlabHandle
+from support.devices.standin_cuda import (
+    BLOCK,
+    GIVE_BACK,
+    TALK,
+    Proxy,
+    World,
+    gpu,
+    tensor,
+)
+
+
+def test_a_gpu_is_found_by_its_uuid_whatever_its_number(process):
+    world = World(3)
+    trainer = gpu(world, index=1, visible=(0, 2))
+    mine = trainer.allocate(50)
+    process(world, (1, 0, 2))
+    found = visible.holder(trainer.export(mine), "weights")
+    assert found.name == "cuda:2"
+    assert found is visible.device(2)
+    assert devices.of_kind(_native.SLAB_CUDA, "weights", trainer.export(mine)) is found
+    tensor(mine).fill_(3)
+    assert tensor(found.open(trainer.export(mine), 50)).tolist() == [3] * 50
+
+
+def test_a_gpu_that_is_not_visible_is_named(process):
+    world = World(2)
+    trainer = gpu(world, visible=(1,))
+    mine = trainer.allocate(50)
+    process(world, (0,))
+    with pytest.raises(ArenaNotFound, match=r"'weights' lies on GPU-0b0b.* sees GPU-0a0a.*CUDA_VISIBLE_DEVICES"):
+        visible.holder(trainer.export(mine), "weights")
+    with pytest.raises(DeviceFailed, match=r"cuda:1 is not there: this process sees 1 GPUs"):
+        visible.device(1)
+    with pytest.raises(ArenaCorrupt):
+        visible.holder(b"\0" * 96, "weights")
+
+
+def test_a_forked_child_finds_its_gpus_anew(process, monkeypatch):
+    process(World())
+    of_the_parent, generation = visible.device(0), _native.fork_generation()
+    assert visible.device(0) is of_the_parent
+    mine = Proxy(World())
+    monkeypatch.setattr(visible, "_native", SimpleNamespace(fork_generation=lambda: generation + 1))
+    monkeypatch.setattr(visible, "system", lambda: (mine, mine.side))
+    assert visible.device(0)._calls is mine
+
+
+def test_without_cuda_the_reason_is_said(monkeypatch):
+    visible._used.cache_clear()
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(DeviceFailed, match="was built without CUDA"):
+        visible.device(0)
+    assert "was built without CUDA" in visible.reason()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    with pytest.raises(ForkedHandle, match="'spawn' or 'forkserver'"):
+        visible.device(0)
+
+
+def test_a_gpu_of_the_parent_is_refused_in_a_forked_child(monkeypatch):
+    device = gpu()
+    storage, stream = device.allocate(10), device.stream()
+    before = len(device._calls.log)
+    generation = _native.fork_generation()
+    monkeypatch.setattr("shmsync.memory.cuda.gpu._native", SimpleNamespace(fork_generation=lambda: generation + 1))
+    uses = [
+        lambda: device.allocate(1),
+        lambda: device.export(storage),
+        lambda: device.open(SlabHandle(1, b"\x0a" * 16, b"?" * 64).packed(), 1),
+        lambda: device.staging(1),
+        device.stream,
+        device.current,
+        lambda: device.copy(stream, [(1, 2, 3)]),
+        lambda: device.wait(stream, 0),
+        lambda: device.capturing(stream),
+        device.check,
+    ]
+    for use in uses:
+        with pytest.raises(ForkedHandle):
+            use()
+    uses.clear()
+    storage = stream = None  # the memory is the parent's
+    gc.collect()
+    assert len(device._calls.log) == before
+
+
+@pytest.mark.parametrize("code", [*causes._CURES, *causes._LOST, 2, 900, 901, 905, 906, 908, 777])
+def test_each_code_has_a_cause_and_a_next_step(code):
+    error = causes.CudaError("cudaX", code, "cudaErrorX", "words")
+    for made in (causes.refused("copying", error, "cuda:0"), causes.not_opened(error, "cuda:0")):
+        assert isinstance(made, ShmSyncError)
+        assert f"({code}): words" in str(made)
+        assert "cuda:0" in str(made)
+        assert len(str(made).partition("words")[2]) > 15
+    kind = {2: NoSpace}.get(code, ProtocolError if code in causes.CAPTURES else DeviceFailed)
+    assert type(causes.refused("copying", error, "cuda:0")) is kind
+
+
+def test_what_the_machine_is_is_said_with_the_error(monkeypatch):
+    monkeypatch.setattr(causes, "_read", lambda path: "6.6.0-microsoft-standard-WSL2" if "osrelease" in path else "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1234")
+    text = str(causes.refused("sharing", causes.CudaError("c", 801, "n", "w"), "cuda:0"))
+    assert "this is WSL" in text
+    assert "MIG instance" in text
+    assert "WSL" not in str(causes.refused("sharing", causes.CudaError("c", 700, "n", "w"), "cuda:0"))
+
+
+def scenario(world, calls):
+    """Everything that a process does with a GPU; `calls` may fail at any of it."""
+    device = Gpu(0, calls, calls.side)
+    other = gpu(world)
+    theirs = other.allocate(300)
+    handle = other.export(theirs)
+    mine = device.allocate(BLOCK)
+    device.export(mine)
+    opened = device.open(handle, 300)
+    staging, stream, user = device.staging(100), device.stream(), device.stream()
+    assert not device.capturing(user)
+    device.follow(stream, user)
+    device.copy(stream, [(mine.data_ptr(), staging.data_ptr(), 100), (mine.data_ptr() + 500, opened.data_ptr(), 9)])
+    assert device.wait(stream, 20)
+    device.check()
+
+
+@pytest.fixture
+def small_heap():
+    """Garbage is looked for in what a test makes, and not in all of torch each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("small_heap")
+def test_an_error_at_any_call_is_typed_and_leaks_nothing():
+    calls = Proxy(world := World())
+    scenario(world, calls)
+    many = sum(name not in TALK for name, _ in calls.log)
+    gc.collect()
+    assert calls.left() in ({}, {"streams": 1})  # of check(), which goes with the device
+    tried = set()
+    for code in (1, 2, 35, 201, 205, 801, 999):
+        for number in range(many):
+            calls = Proxy(world := World(), fail_at=number, code=code)
+            failed = None
+            try:
+                scenario(world, calls)
+            except ShmSyncError as error:
+                failed = type(error)
+            gc.collect()
+            after = [name for name, _ in calls.log if name not in TALK][number:]
+            if not after:
+                continue  # an event was asked for fewer times than the first time
+            name = after[0]
+            tried.add(name)
+            if name in GIVE_BACK or (name == "relax" and GIVE_BACK & set(after[1:2])):
+                continue  # there is nobody to tell
+            assert failed is not None, f"{name} failed with {code}, and nobody said so"
+            assert calls.last_error == 0, f"{name} leaves its error to torch"
+            probe = max(0, calls.names().count("cudaStreamCreateWithFlags") - 2)  # of check(); the device keeps it
+            assert calls.left()["streams"] <= probe, f"after {name} failed with {code}"
+            assert calls.left().keys() <= {"streams"}, f"after {name} failed with {code}"
+    assert {"cudaMalloc", "cudaIpcGetMemHandle", "cudaIpcOpenMemHandle", "cudaMemcpyAsync", "cudaEventRecord"} <= tried

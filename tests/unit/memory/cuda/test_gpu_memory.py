@@ -1,0 +1,161 @@
+"""Memory of a GPU by CUDA's calls, over a proxy that minds CUDA's rules (support/devices/standin_cuda.py)."""
+
+import pytest
+
+from shmsync import _native
+from shmsync.errors import ArenaCorrupt, ArenaNotFound, DeviceFailed, NoSpace
+from shmsync.memory.cuda.blocks import Blocks
+from shmsync.memory.cuda.gpu import WHOLE_BLOCKS
+from shmsync.memory.cuda.handle_format import unpacked
+from support.calls import Call
+from support.devices.standin_cuda import BLOCK, MEMORY, gpu, left, tensor, two_processes
+
+
+def test_an_allocation_is_whole_blocks_and_shows_the_size_that_was_asked_for():
+    device = gpu()
+    storage = device.allocate(BLOCK + 5)
+    assert storage.nbytes() == BLOCK + 5
+    assert device._calls.names()[-1] == "cudaMalloc"
+    assert device._calls.log[-2][1] == (2 * BLOCK,)
+    assert WHOLE_BLOCKS == BLOCK
+
+
+def test_two_processes_share_the_memory_and_nothing_else():
+    trainer, worker = two_processes()
+    with trainer._calls.side.on(0):
+        trainer._calls.relax()
+        trainer._calls.cudaMalloc(700)  # of another library; in a block that a small slab would share
+    mine = trainer.allocate(1000)
+    handle = trainer.export(mine)
+    assert len(handle) == _native.HANDLE_BYTES
+    theirs = worker.open(handle, 1000)
+    tensor(mine).fill_(7)
+    assert tensor(theirs).tolist() == [7] * 1000
+    assert worker._calls.mappings.keys() == {theirs.data_ptr()}  # and nothing that lies before it
+    (memory,) = worker._calls.mappings.values()
+    assert memory.size == BLOCK
+
+
+def test_a_process_opens_what_it_has_itself_without_cuda():
+    device = gpu()
+    mine = device.allocate(100)
+    again = device.open(device.export(mine), 100)
+    assert again.data_ptr() == mine.data_ptr()
+    assert "cudaIpcOpenMemHandle" not in device._calls.names()
+    del mine
+    assert left(device) == {"memory": 1}  # the other one keeps it
+    del again
+    assert left(device) == {}
+
+
+def test_memory_is_mapped_once_in_a_process_and_unmapped_with_the_last_tensor():
+    trainer, worker = two_processes()
+    mine = trainer.allocate(100)
+    handle = trainer.export(mine)
+    one, two = worker.open(handle, 100), worker.open(handle, 100)
+    assert one.data_ptr() == two.data_ptr()
+    view = tensor(one)[3:]
+    worker.free(one)
+    worker.free(two)
+    del one, two
+    assert left(worker) == {"mappings": 1}
+    del view
+    assert left(worker) == {}
+    assert not worker._blocks._open
+    assert worker.open(handle, 100).nbytes() == 100  # and anew
+
+
+def test_memory_whose_last_user_is_collected_in_the_middle_of_the_next_opening_is_mapped_anew():
+    closed, users = [], []
+    blocks = Blocks(closed.append)
+
+    class Found(dict):
+        def get(self, key):
+            found = super().get(key)
+            users.clear()  # as a garbage collection may, between any two lines
+            return found
+
+    users.append(blocks.opened(b"handle", 10, lambda: 0x1000))
+    blocks._open = Found(blocks._open)
+    again = blocks.opened(b"handle", 10, lambda: 0x2000)
+    assert closed == [0x1000] and again.address == 0x2000
+
+
+def test_threads_that_open_and_let_go_always_find_the_memory():
+    trainer, worker = two_processes()
+    mine = trainer.allocate(64)
+    tensor(mine).fill_(5)
+    handle = trainer.export(mine)
+
+    def use():
+        for _ in range(200):
+            assert tensor(worker.open(handle, 64)).tolist() == [5] * 64
+
+    for call in [Call(use) for _ in range(4)]:
+        call.result()
+    assert left(worker) == {}
+
+
+def test_too_much_memory_is_refused_before_anything_is_allocated():
+    device = gpu()
+    with pytest.raises(NoSpace) as caught:
+        device.allocate(MEMORY + 1)
+    text = str(caught.value)
+    assert f"{MEMORY + WHOLE_BLOCKS:,} bytes are needed" in text
+    assert f"{MEMORY:,} are free" in text
+    assert "4,096 bytes unused" in text
+    assert "cudaMalloc" not in device._calls.names()
+
+
+def test_more_pinned_memory_than_the_host_has_is_refused(monkeypatch):
+    monkeypatch.setattr("shmsync.memory.cuda.gpu.available_bytes", lambda: 999)
+    device = gpu()
+    with pytest.raises(NoSpace, match=r"1,000 bytes of the host's memory, and 999 are"):
+        device.staging(1000)
+    assert device._calls.left() == {}
+
+
+def test_pinned_memory_goes_with_its_tensor():
+    device = gpu()
+    staging = device.staging(1000)
+    view = staging[5:]
+    del staging
+    assert left(device) == {"host": 1}
+    view.fill_(1)
+    del view
+    assert left(device) == {}
+
+
+def test_a_torch_that_copies_instead_of_sharing_is_noticed():
+    device = gpu()
+    device._calls.side.copies = True
+    with pytest.raises(DeviceFailed, match="instead of using it"):
+        device.allocate(100)
+    assert left(device) == {}
+
+
+def changed(handle, **fields):
+    return unpacked(handle)._replace(**fields).packed()
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "words"),
+    [
+        (lambda handle: b"\0" * 96, ArenaCorrupt, "begins with"),
+        (lambda handle: handle[:50], ArenaCorrupt, "has 50 bytes"),
+        (lambda handle: handle[:4] + b"\x09" + handle[5:], ArenaCorrupt, "version 9"),
+        (lambda handle: changed(handle, size=77), ArenaCorrupt, "has 77 bytes, but its arena needs 100"),
+        (lambda handle: changed(handle, uuid=b"x" * 16), ArenaCorrupt, "GPU-78787878-7878"),
+        (
+            lambda handle: changed(handle, memory=b"y" * 64),
+            ArenaNotFound,
+            "could not be opened.*its new arena",
+        ),
+    ],
+)
+def test_a_handle_that_is_not_right_is_refused(damage, error, words):
+    trainer, worker = two_processes()
+    mine = trainer.allocate(100)
+    with pytest.raises(error, match=words):
+        worker.open(damage(trainer.export(mine)), 100)
+    assert left(worker) == {}
