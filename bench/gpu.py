@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import pickle
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,12 +50,16 @@ def whole(tensors: Any, version: int) -> bool:
     return all(bool((tensor == version).all()) for tensor in tensors)
 
 
-def timed(work: Callable[[], object], *, synchronized: bool) -> float:
+def synchronize() -> None:
     torch.cuda.synchronize()
+
+
+def timed(work: Callable[[], object], *, synchronized: bool) -> float:
+    synchronize()
     start = time.perf_counter()
     work()
     if synchronized:
-        torch.cuda.synchronize()
+        synchronize()
     return time.perf_counter() - start
 
 
@@ -65,22 +68,21 @@ def samples_of(rounds: int, work: Callable[[], object]) -> list[float]:
 
 
 def follow(handle: Any, index: int, answers: Any) -> None:
-    """A worker: moves to each version, looks at all of it, and says how long its thread stood still."""
-    stalls, torn = [], 0
+    """A worker: moves to each version, looks at all of it, and says so, and how long its thread stood still."""
     with shmsync.Subscriber(handle, worker=index, timeout=120.0) as sub:
-        answers.put(("ready", index))
         version = 1
+        answers.put((index, version, 0.0, True))
         while True:
             try:
                 version = sub.wait_version(version + 1)
             except shmsync.ClosedError:
-                break
+                return
             start = time.perf_counter()
             with sub.read() as section:
-                stalls.append(time.perf_counter() - start)
-                torn += not whole(section.weights.values(), section.version)
+                stall = time.perf_counter() - start
+                right = whole(section.weights.values(), section.version)
                 version = section.version
-    answers.put((index, statistics.median(stalls) if stalls else 0.0, torn))
+            answers.put((index, version, stall, right))
 
 
 def hold_tensors(pipe: Any) -> None:
@@ -91,36 +93,43 @@ def hold_tensors(pipe: Any) -> None:
         pipe.send(sum(float(tensor[0]) for tensor in tensors.values()))
 
 
-def arena_rows(where: str, size: int, workers: int, rounds: int) -> Iterator[Row]:
-    source, answers = weights(size, "cuda:0"), CONTEXT.Queue()
-    floor_from, floor_to = (torch.empty(size, dtype=torch.uint8, device="cuda:0") for _ in range(2))
-    publishes, stands, floors = [], [], []
+def arena_rows(where: str, size: int, workers: int, rounds: int, device: str = "cuda:0") -> Iterator[Row]:
+    source, answers = weights(size, device), CONTEXT.Queue()
+    floor_from, floor_to = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    publishes, stands, floors, stalls = [], [], [], []
     with (
-        shmsync.Publisher(source, slots=2, device="cuda:0", timeout=120.0) as pub,
+        shmsync.Publisher(source, slots=2, device=device, timeout=120.0) as pub,
         processes(follow, [(pub.handle, index, answers) for index in range(workers)], CONTEXT),
     ):
-        for _ in range(workers):
-            answers.get(timeout=300)
 
-        def step() -> None:
+        def seen(version: int) -> None:
+            """Wait until every worker has looked at this version: what is timed next has the GPU to itself."""
+            waiting = set(range(workers))
+            while waiting:
+                index, found, stall, right = answers.get(timeout=300)
+                assert right, f"worker {index} saw torn weights in version {found}"
+                if found == version:
+                    waiting.discard(index)
+                    stalls.append(stall)
+
+        def step(version: int) -> None:
             for tensor in source.values():
-                tensor.fill_(pub.version + 1)
-            torch.cuda.synchronize()
+                tensor.fill_(version)
+            synchronize()
 
+        seen(version := 1)
         for _ in range(rounds + 3):
-            step()
-            publishes.append(timed(lambda: pub.publish(wait=[]), synchronized=True))
-            step()
-            stands.append(timed(pub.publish, synchronized=False))
-            pub.publish(wait=[])  # settles the one before
+            for samples, publish in ((publishes, lambda: pub.publish(wait=[])), (stands, pub.publish)):
+                version += 1
+                step(version)
+                samples.append(timed(publish, synchronized=samples is publishes))
+                seen(version)
             floors.append(timed(lambda: floor_to.copy_(floor_from), synchronized=True))
         pub.close()  # ends the workers
-        told = [answers.get(timeout=60) for _ in range(workers)]
-    assert sum(torn for _, _, torn in told) == 0, "a worker saw torn weights"
     yield row(f"publish, {where} / a copy on the GPU", publishes[3:], floors[3:])
     yield row(f"trainer stands still in publish(), {where}", stands[3:])
-    yield row(f"worker stands still to move, {where}", [stall for _, stall, _ in told])
-    with shmsync.Publisher(source, slots=1, device="cuda:0", timeout=120.0) as pub:
+    yield row(f"worker stands still to move, {where}", stalls[workers:])
+    with shmsync.Publisher(source, slots=1, device=device, timeout=120.0) as pub:
 
         def update() -> None:
             with pub.update(wait=[]) as inside:

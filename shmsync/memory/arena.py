@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import _native
-from ..errors import ClosedError
+from ..errors import ClosedError, NoSpace
 from . import deferred_free as lent
 from .buffer_alloc import Fresh, filled
 from .control import segment
@@ -199,12 +199,10 @@ def create(
 
     `device`: where its slab lies; None: in the host's memory.
     """
-    if device is not None:
-        if slots > _native.MAX_DEVICE_SLOTS:  # more than readers can hold
-            raise ValueError(
-                f"an arena on {device.name} has at most {_native.MAX_DEVICE_SLOTS} slots, not {slots}; use fewer"
-            )
-        lent.sweep()
+    if device is not None and slots > _native.MAX_DEVICE_SLOTS:  # more than readers can hold
+        raise ValueError(
+            f"an arena on {device.name} has at most {_native.MAX_DEVICE_SLOTS} slots, not {slots}; use fewer"
+        )
     with refusals(f"creating arena {name!r}"):
         session = secrets.token_bytes(16)
         text = manifest.to_json()
@@ -212,7 +210,7 @@ def create(
         if device is None:
             memory = slab.create(slots, manifest.slot_bytes, session, name)
         else:
-            memory = slab.beside(device, slab.slab_bytes(slots, manifest.slot_bytes))
+            memory = _beside(device, slab.slab_bytes(slots, manifest.slot_bytes))
         try:
             on_device = None if device is None else OnDevice(device, memory.readonly)
             created = segment.create(
@@ -238,6 +236,19 @@ def create(
             slab.release(memory)
             raise
         return Arena(created.control, memory, manifest, slots, session, on_device), created
+
+
+def _beside(device: Device, size: int) -> Slab:
+    """A slab on the device.
+
+    What closed publishers have kept there is freed only if it is needed: that may wait for the whole device.
+    """
+    try:
+        return slab.beside(device, size)
+    except NoSpace:
+        if not lent.made_room():
+            raise
+    return slab.beside(device, size)
 
 
 def nested(tensors: Mapping[Key, Any]) -> TensorDict:

@@ -1,8 +1,8 @@
 """Memory of a device that a closed publisher keeps, because subscribers of other processes still have it open.
 
 Memory of the host is counted by the system. That of a device may go with its owner, and CUDA leaves open what readers
-find there then. So it is kept until the last row of a living process is gone; each arena that this process makes or
-closes on a device looks again. It ends with the process in any case.
+find there then. So it is kept until the last row of a living process is gone; each arena that this process closes on
+a device looks again, and one for which there is no room. It ends with the process in any case.
 """
 
 from __future__ import annotations
@@ -36,6 +36,13 @@ def sweep() -> int:
                 _lent.remove(each)
                 each[0].free()
         return len(_lent)
+
+
+def made_room() -> bool:
+    """Free what no process has open any more; was there any?"""
+    with _lock:
+        before = len(_lent)
+        return sweep() < before
 
 
 def _open_elsewhere(control: _native.Control) -> bool:

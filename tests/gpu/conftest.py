@@ -1,9 +1,13 @@
 """Tests that need NVIDIA GPUs: `make test-gpu`. Elsewhere each of them is skipped, and says what is missing."""
 
+import os
+
 import pytest
 import torch
 
 from shmsync.memory.cuda.visible import reason
+
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a pool of inductor's would count as processes that are left
 
 
 def pytest_collection_modifyitems(items):

@@ -9,6 +9,7 @@ would then deadlock.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
@@ -26,12 +27,11 @@ HANDLE_SIZE = 64
 
 Answer = tuple[Any, ...]
 
-# Called as the bindings have them. Codes and what stands for streams, events and modes convert to int.
+# Called as the bindings have them. Codes and modes convert to int.
 RUNTIME = (
     "cudaGetDeviceProperties", "cudaMemGetInfo", "cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost",
-    "cudaStreamCreateWithFlags", "cudaStreamDestroy", "cudaStreamQuery", "cudaStreamIsCapturing", "cudaStreamWaitEvent",
-    "cudaEventCreateWithFlags", "cudaEventDestroy", "cudaEventRecord", "cudaEventQuery", "cudaIpcCloseMemHandle",
-    "cudaGetLastError", "cudaGetErrorString",
+    "cudaStreamDestroy", "cudaStreamQuery", "cudaStreamIsCapturing", "cudaStreamWaitEvent", "cudaEventDestroy",
+    "cudaEventRecord", "cudaEventQuery", "cudaIpcCloseMemHandle", "cudaGetLastError", "cudaGetErrorString",
 )  # fmt: skip
 
 
@@ -49,6 +49,11 @@ class CudaCalls:
         self._launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
         self._launch.restype = ctypes.c_int
         self._relaxed = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
+        try:
+            from cuda.bindings.utils import get_cuda_native_handle as handle_of
+        except ImportError:  # bindings before 12.9, where int() is not deprecated
+            handle_of = int
+        self._handle_of: Callable[[Any], int] = handle_of
 
     def __getattr__(self, name: str) -> Any:
         if name not in RUNTIME:
@@ -56,6 +61,16 @@ class CudaCalls:
         found = getattr(self._runtime, name)
         setattr(self, name, found)
         return found
+
+    def cudaStreamCreateWithFlags(self, flags: int) -> Answer:
+        """A new stream: its handle."""
+        code, stream = self._runtime.cudaStreamCreateWithFlags(flags)
+        return (code, None if int(code) else self._handle_of(stream))
+
+    def cudaEventCreateWithFlags(self, flags: int) -> Answer:
+        """A new event: its handle."""
+        code, event = self._runtime.cudaEventCreateWithFlags(flags)
+        return (code, None if int(code) else self._handle_of(event))
 
     def cudaIpcGetMemHandle(self, address: int) -> Answer:
         """The HANDLE_SIZE bytes by which a whole allocation can be opened."""

@@ -129,7 +129,7 @@ class Gpu:
     def stream(self) -> GpuStream:
         """As in Device."""
         with self._here():
-            handle = int(self._call("making a stream", "cudaStreamCreateWithFlags", STREAM_NON_BLOCKING))
+            handle: int = self._call("making a stream", "cudaStreamCreateWithFlags", STREAM_NON_BLOCKING)
         stream = GpuStream(handle, self._index)
         weakref.finalize(stream, self._give_back, lambda: self._calls.cudaStreamDestroy(handle)).atexit = False
         return stream
@@ -254,10 +254,11 @@ class Gpu:
                 "nothing was changed, call it before or after the capture"
             )
         kept = self._events.setdefault(stream.index, [])
+        event: int
         try:
             event = kept.pop()
         except IndexError:
-            event = int(self._call("making an event", "cudaEventCreateWithFlags", EVENT_NO_TIMING))
+            event = self._call("making an event", "cudaEventCreateWithFlags", EVENT_NO_TIMING)
         try:
             self._call("recording an event", "cudaEventRecord", event, stream.handle)
         except BaseException:

@@ -50,11 +50,26 @@ def test_a_subscriber_of_the_same_process_keeps_its_own(device):
     assert device._descriptors == {}
 
 
-def test_the_next_arena_on_the_device_looks_again(start, device):
+@pytest.mark.parametrize("room", [True, False])
+def test_the_next_arena_takes_that_memory_if_it_needs_it(start, device, monkeypatch, room):
+    """Freeing may wait for all that the device has to do, so it is done where nothing else helps."""
     worker = start()
     pub = shmsync.Publisher({"t": torch.ones(100)}, slots=2)
     worker.call(attach_there, pub.handle)
     pub.close()
     worker.call(close_there)
-    with shmsync.Publisher({"t": torch.ones(100)}, slots=2):
-        assert len(device._descriptors) == 1  # the new one's
+    allocate = device.allocate
+
+    def full(size):
+        if device._descriptors:
+            raise shmsync.NoSpace("the device has no room")
+        return allocate(size)
+
+    monkeypatch.setattr(device, "allocate", allocate if room else full)
+    next_one = shmsync.Publisher({"t": torch.ones(100)}, slots=2)
+    assert len(device._descriptors) == (2 if room else 1)
+    if not room:
+        with pytest.raises(shmsync.NoSpace, match="no room"):
+            shmsync.Publisher({"t": torch.ones(100)})
+    next_one.close()
+    assert device._descriptors == {}

@@ -140,6 +140,8 @@ class Proxy:
         self.log.append((name, arguments))
         if name in TALK:
             return 0
+        if name.startswith("cuda"):
+            self.modes.context = True
         assert self.side.depth, f"{name} without the right GPU as the current one"
         if name not in ("relax", "restore", *GIVE_BACK):  # these also where relax() was refused
             assert getattr(self.modes, "relaxed", False), f"{name} would spoil a capture in another thread"
@@ -333,6 +335,8 @@ class Proxy:
 
     @recorded()
     def cuLaunchHostFunc(self, stream, function, ticket):
+        if not getattr(self.modes, "context", False):
+            return (Code(201),)  # of the driver, which makes no context for a thread as the runtime does
         self.stream_of(stream).give(lambda: on_a_drivers_thread(function, ticket))
         return (Code(0),)
 
