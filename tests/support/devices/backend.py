@@ -21,10 +21,14 @@ SOURCE = Path(__file__).with_name("backend.cpp")
 
 
 @functools.lru_cache(maxsize=1)
-def load(copied: Callable[[torch.Tensor, torch.Tensor], None], synchronize: Callable[..., None]) -> None:
+def load(
+    copied: Callable[[torch.Tensor, torch.Tensor], None],
+    synchronize: Callable[..., None],
+    sleep: Callable[[int], None],
+) -> None:
     """Once in a process. `copied(source, to)` carries out `to.copy_(source)` where one of them is on such a device.
 
-    `synchronize` is what torch.simulated has under this name.
+    `synchronize` and `sleep` are torch.simulated.synchronize() and, as in torch.cuda, _sleep().
     """
     torch.ops.load_library(_compiled())
     torch.utils.rename_privateuse1_backend("simulated")
@@ -35,7 +39,7 @@ def load(copied: Callable[[torch.Tensor, torch.Tensor], None], synchronize: Call
     module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
     module.manual_seed_all = lambda seed: None
-    module.synchronize = synchronize
+    module.synchronize, module._sleep = synchronize, sleep
     torch._register_device_module("simulated", module)
     torch.utils.generate_methods_for_privateuse1_backend()
 

@@ -293,7 +293,7 @@ _of_index: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 def copies_are_done_by(device: Any, index: int) -> None:
     """torch's copies to and from the memory of this index are work of this device's streams, while the device lives."""
-    backend.load(_copied, _synchronize)
+    backend.load(_copied, _synchronize, _sleep)
     _of_index[index] = device
 
 
@@ -323,6 +323,10 @@ def _copied(source: torch.Tensor, to: torch.Tensor) -> None:
         giver.follow(giver.current(), mine)
     if owner is None:
         device.follow(HOST, mine)
+
+
+def _sleep(cycles: int) -> None:
+    _of_index[0].kernel(lambda: time.sleep(cycles / 2e9))
 
 
 def _synchronize(device: object = None) -> None:

@@ -1,0 +1,68 @@
+"""What is for a machine with a GPU, over the device without hardware: the benchmark, the probe and its script."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[3]
+needs_device = pytest.mark.skipif(
+    os.environ.get("SHMSYNC_TEST_DEVICE") != "simulated", reason="its processes need the device: make test-device"
+)
+
+
+@needs_device
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_benchmark_publishes_what_its_workers_check(monkeypatch, workers):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "bench"), os.environ["PYTHONPATH"]]))
+    import gpu
+
+    monkeypatch.setattr(gpu, "synchronize", torch.get_device_module("simulated").synchronize)
+    try:
+        rows = list(gpu.arena_rows("small", 1 << 16, workers, 2, "simulated:0"))
+    finally:
+        for name in ("gpu", "common", *(name for name in sys.modules if name.startswith("common."))):
+            sys.modules.pop(name, None)
+    assert [row.what.split(",")[0] for row in rows] == [
+        "publish",
+        "trainer stands still in publish()",
+        "worker stands still to move",
+        "update() of one value",
+    ]
+    assert all(not row.trouble for row in rows)
+
+
+@needs_device
+def test_the_probe_learns_each_fact():
+    command = [sys.executable, ROOT / "tools" / "gpu_probe.py", "--small", "--device", "simulated:0"]
+    environment = {**os.environ, "SHMSYNC_TEST_TENSORS": "host"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250, cwd="/")
+    found = json.loads(done.stdout)
+    assert {name: fact for name, fact in found.items() if "value" not in fact} == {}
+    assert found["another_process_reads"]["value"]["right"]
+    assert found["the_exporter_is_killed"]["value"]["before"] == 5.0
+    assert {"1, publish", "64, foreach"} <= found["bandwidth"]["value"].keys()
+
+
+@needs_device
+def test_facts_that_cannot_be_learned_are_said_one_by_one():
+    command = [sys.executable, ROOT / "tools" / "gpu_probe.py", "--small", "--device", "hpu:0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd="/")
+    found = json.loads(done.stdout)
+    assert len(found) == 8
+    assert all("exit code 1" in fact["error"] for fact in found.values())
+
+
+@pytest.mark.parametrize("part", ["probe", "test", "measure"])
+def test_without_a_gpu_the_script_says_so(part):
+    if shutil.which("nvidia-smi"):
+        pytest.skip("this machine may have a GPU")
+    script = ROOT / "tools" / "gpu_first_contact.sh"
+    done = subprocess.run(["bash", script, part], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "skipped: nvidia-smi shows no GPU on this machine\n")

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# First contact with a machine that has an NVIDIA GPU, in commands of at most ten minutes each.
+#
+#     tools/gpu_first_contact.sh wheels     where there is a network: the wheel and what it needs, in build/gpu/wheels
+#     tools/gpu_first_contact.sh probe      installs from there, without a network, beside the machine's own torch; then
+#                                           asks for facts: build/gpu/probe.json
+#     tools/gpu_first_contact.sh test       tests/gpu
+#     tools/gpu_first_contact.sh measure    make bench BENCH=gpu: build/gpu/gpu.md
+#
+# The last three need a GPU. Without one they say so, and exit with 0.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+PLACE=$PWD/build/gpu
+BIN=$PLACE/venv/bin
+
+case "${1:-}" in
+  wheels)
+    mkdir -p "$PLACE/wheels"
+    "$PYTHON" -m pip wheel -q --no-deps --wheel-dir "$PLACE/wheels" .
+    # torch is the machine's own.
+    "$PYTHON" -m pip download -q --no-deps --dest "$PLACE/wheels" tensordict cloudpickle orjson packaging pyvers \
+      importlib_metadata zipp posix_ipc psutil xxhash cuda-bindings cuda-pathfinder pytest iniconfig pluggy pygments \
+      pytest-timeout pytest-xdist execnet
+    ls "$PLACE/wheels"
+    exit 0 ;;
+  probe | test | measure) ;;
+  *) sed -n '3,10s/^# \{0,4\}//p' "$0"; exit 2 ;;
+esac
+
+if ! command -v nvidia-smi >/dev/null || ! nvidia-smi -L | grep -q GPU; then
+  echo "skipped: nvidia-smi shows no GPU on this machine"
+  exit 0
+fi
+if [ ! -x "$BIN/python" ]; then
+  "$PYTHON" -m venv --system-site-packages "$PLACE/venv"
+  "$BIN/pip" install -q --no-index --no-deps "$PLACE"/wheels/*.whl
+fi
+export TORCHINDUCTOR_COMPILE_THREADS=1
+
+case "$1" in
+  probe) cd / && timeout 590 "$BIN/python" "$OLDPWD/tools/gpu_probe.py" | tee "$PLACE/probe.json" ;;
+  test) cd / && timeout 590 "$BIN/python" -m pytest -q -rs -p no:cacheprovider -c "$OLDPWD/pyproject.toml" \
+    --rootdir "$OLDPWD" --choice all "$OLDPWD/tests/gpu" ;;
+  measure) cd bench && timeout 590 "$BIN/python" gpu.py --largest 1GB --workers 1,4 --out "$PLACE" ;;
+esac

@@ -1,0 +1,260 @@
+"""Asks a machine with a GPU for the facts that shmsync's device path rests on, and prints them as JSON.
+
+    python tools/gpu_probe.py                 on cuda:0
+    python tools/gpu_probe.py --small --device simulated:0      over the tests' device without hardware
+
+Each fact is asked in a process of its own, with a limit in seconds: one that fails, hangs or ends its process leaves
+the others as they are. shmsync must be installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import shmsync
+from shmsync import Publisher, ShmSyncError, Subscriber
+
+LIMIT = 90  # seconds for one fact
+CONTEXT = multiprocessing.get_context("spawn")
+SIZE = {False: 256 << 20, True: 1 << 20}  # bytes of a model, by --small
+LEAVES = {False: (1, 64, 291, 18_000), True: (1, 64)}  # 291: an 8B Llama; 18,000: a mixture of experts
+ROUNDS = {False: 20, True: 3}
+
+
+class Machine:
+    """The device that is asked, through what every device of torch has."""
+
+    def __init__(self, name: str, small: bool) -> None:
+        self.device, self.small = torch.device(name), small
+        self.module: Any = torch.get_device_module(self.device)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that it was asked for."""
+        self.module.synchronize()
+
+    def busy(self) -> None:
+        """Work of about half a second for the current stream."""
+        self.module._sleep(1_000_000_000)
+
+    def model(self, leaves: int, value: float = 1.0) -> dict[str, torch.Tensor]:
+        """So many tensors on the device, of one size in all."""
+        words = max(1, SIZE[self.small] // leaves // 4)
+        return {f"w{number}": torch.full((words,), value, device=self.device) for number in range(leaves)}
+
+    def seconds(self, work: Callable[[], object], *, synchronized: bool = True) -> float:
+        """What this work takes in the median; `synchronized`: until the device has done it."""
+        taken = []
+        for _ in range(ROUNDS[self.small] + 2):
+            self.synchronize()
+            start = time.perf_counter()
+            work()
+            if synchronized:
+                self.synchronize()
+            taken.append(time.perf_counter() - start)
+        return statistics.median(taken[2:])
+
+
+def what_is_there(machine: Machine) -> Any:
+    """Versions, and what the driver says about the device."""
+    found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "shmsync": shmsync.__version__}
+    if machine.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(machine.device)
+        properties = torch.cuda.get_device_properties(machine.device)
+        found |= {"name": properties.name, "free": free, "total": total}
+        found["capability"] = [properties.major, properties.minor]
+    return found
+
+
+def _read(handle: Any, answers: Any, ready: Any, over: Any) -> None:
+    with Subscriber(handle, worker=0, timeout=30.0) as sub:
+        with sub.read() as section:
+            answers.put(float(section.weights["w0"].min()))
+        ready.set()
+        over.wait(60)
+
+
+def another_process_reads(machine: Machine) -> Any:
+    """What a spawned process finds in the memory that this one exports."""
+    answers, ready, over = CONTEXT.Queue(), CONTEXT.Event(), CONTEXT.Event()
+    with Publisher(machine.model(4, 3.0), device=machine.device, timeout=30.0) as pub:
+        pub.publish(wait=[])
+        process = CONTEXT.Process(target=_read, args=(pub.handle, answers, ready, over))
+        process.start()
+        found = answers.get(timeout=60)
+        over.set()
+        process.join(30)
+    return {"read": found, "right": found == 3.0}
+
+
+def _publish_for_ever(name: str, small: bool, answers: Any) -> None:
+    machine = Machine(name, small)
+    with Publisher(machine.model(4, 5.0), device=machine.device, timeout=30.0) as pub:
+        pub.publish(wait=[])
+        answers.put(pub.handle)
+        time.sleep(LIMIT)
+
+
+def the_exporter_is_killed(machine: Machine) -> Any:
+    """What a process that has the memory open finds in it after its owner was killed. CUDA does not say."""
+    answers = CONTEXT.Queue()
+    process = CONTEXT.Process(target=_publish_for_ever, args=(str(machine.device), machine.small, answers))
+    process.start()
+    with Subscriber(answers.get(timeout=60), timeout=5.0) as sub:
+        weights = sub.snapshot().weights
+        process.kill()
+        process.join()
+        time.sleep(1.0)
+        try:
+            after: Any = float(sub.snapshot().weights["w0"].min())
+        except (ShmSyncError, RuntimeError) as error:
+            after = f"{type(error).__name__}: {error}"[:200]
+    return {"before": float(weights["w0"].min()), "after": after}
+
+
+def _hold(handle: Any, name: str, small: bool, ready: Any) -> None:
+    machine = Machine(name, small)
+    with Subscriber(handle, worker=0, timeout=30.0) as sub, sub.read():
+        machine.busy()
+        ready.set()
+        time.sleep(LIMIT)
+
+
+def a_worker_is_killed_in_a_kernel(machine: Machine) -> Any:
+    """How long the next publish takes when a worker was killed in a section, with a kernel under way."""
+    ready = CONTEXT.Event()
+    with Publisher(machine.model(4), slots=1, device=machine.device, timeout=30.0) as pub:
+        process = CONTEXT.Process(target=_hold, args=(pub.handle, str(machine.device), machine.small, ready))
+        process.start()
+        ready.wait(60)
+        os.kill(process.pid or 0, signal.SIGKILL)
+        start = time.perf_counter()
+        pub.publish(wait=[])
+        seconds = time.perf_counter() - start
+        process.join(10)
+    return {"seconds": seconds}
+
+
+def cost_of_calls(machine: Machine) -> Any:
+    """Microseconds for which the calling thread stands still."""
+    found = {}
+    for leaves in LEAVES[machine.small]:
+        source = machine.model(leaves)
+        with (
+            Publisher(source, slots=2, device=machine.device, timeout=60.0) as pub,
+            Subscriber(pub.handle, timeout=60.0) as sub,
+        ):
+
+            def section(sub: Subscriber = sub) -> None:
+                with sub.read():
+                    pass
+
+            found[f"publish of {leaves}"] = machine.seconds(pub.publish, synchronized=False) * 1e6
+            pub.publish(wait=[])
+            found[f"section over {leaves}"] = machine.seconds(section, synchronized=False) * 1e6
+    return found
+
+
+def bandwidth(machine: Machine) -> Any:
+    """GB copied in a second, by three ways, for models of the same size."""
+    found = {}
+    size = SIZE[machine.small]
+    flat, there = (torch.zeros(size, dtype=torch.uint8, device=machine.device) for _ in range(2))
+    found["one copy"] = size / machine.seconds(lambda: there.copy_(flat)) / 1e9
+    for leaves in LEAVES[machine.small]:
+        source = list(machine.model(leaves).values())
+        target = [torch.empty_like(tensor) for tensor in source]
+
+        def loop(target: list[torch.Tensor] = target, source: list[torch.Tensor] = source) -> None:
+            for to, tensor in zip(target, source, strict=True):
+                to.copy_(tensor)
+
+        size = sum(tensor.nbytes for tensor in source)
+        found[f"{leaves}, a loop of copies"] = size / machine.seconds(loop) / 1e9
+        both = lambda target=target, source=source: torch._foreach_copy_(target, source)  # noqa: E731
+        found[f"{leaves}, foreach"] = size / machine.seconds(both) / 1e9
+        named = {f"w{number}": tensor for number, tensor in enumerate(source)}
+        with Publisher(named, slots=2, device=machine.device, timeout=60.0) as pub:
+            found[f"{leaves}, publish"] = size / machine.seconds(lambda pub=pub: pub.publish(wait=[])) / 1e9
+    return found
+
+
+def a_close_waits_for_the_device(machine: Machine) -> Any:
+    """How long close() takes while this process has work of half a second under way."""
+    pub = Publisher(machine.model(4), device=machine.device, timeout=30.0)
+    pub.publish(wait=[])
+    machine.busy()
+    start = time.perf_counter()
+    pub.close()
+    return {"seconds": time.perf_counter() - start}
+
+
+def host_memory_can_be_registered(machine: Machine) -> Any:
+    """Does CUDA register pages of a memfd? A commit by the device itself, without a host function, would need it."""
+    if machine.device.type != "cuda":
+        return "left out: only CUDA has it"
+    import mmap
+
+    memory = os.memfd_create("probe")
+    os.ftruncate(memory, 1 << 20)
+    pages = torch.frombuffer(mmap.mmap(memory, 1 << 20), dtype=torch.uint8)
+    runtime: Any = torch.cuda.cudart()
+    return {"code": int(runtime.cudaHostRegister(pages.data_ptr(), pages.numel(), 0))}
+
+
+FACTS: dict[str, Callable[[Machine], Any]] = {
+    fact.__name__: fact
+    for fact in (
+        what_is_there,
+        another_process_reads,
+        the_exporter_is_killed,
+        a_worker_is_killed_in_a_kernel,
+        cost_of_calls,
+        bandwidth,
+        a_close_waits_for_the_device,
+        host_memory_can_be_registered,
+    )
+}
+
+
+def asked(name: str, device: str, small: bool) -> dict[str, Any]:
+    """One fact, by a process of its own: its value, or what went wrong."""
+    command = [sys.executable, __file__, "--device", device, "--fact", name, *(["--small"] if small else [])]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer within {LIMIT} s"}
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    if done.returncode != 0 or not last.startswith("{"):
+        return {"error": f"exit code {done.returncode}: {done.stderr[-1500:]}"}
+    found: dict[str, Any] = json.loads(last)
+    return found
+
+
+def main() -> None:
+    """All facts, or one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--small", action="store_true", help="few and small tensors")
+    parser.add_argument("--fact", choices=FACTS, help="ask this one, in this process")
+    given = parser.parse_args()
+    if given.fact is not None:
+        print(json.dumps({"value": FACTS[given.fact](Machine(given.device, given.small))}))
+        return
+    found = {name: asked(name, given.device, given.small) for name in FACTS}
+    print(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()
