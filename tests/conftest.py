@@ -20,7 +20,8 @@ sys.path.insert(0, HERE)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers on few cores must not each have a thread pool
 
-# With SHMSYNC_TEST_DEVICE=simulated all arenas lie on a device without hardware; see support/devices/simulated.py.
+# With SHMSYNC_TEST_DEVICE=simulated all arenas and new tensors lie on a device without hardware, with
+# SHMSYNC_TEST_TENSORS=host too only the arenas; see support/devices/simulated.py.
 SIMULATED = os.environ.get("SHMSYNC_TEST_DEVICE") == "simulated"
 if SIMULATED:
     os.environ["PYTHONPATH"] = os.pathsep.join([HERE + "/simulated", os.environ["PYTHONPATH"]])

@@ -1,4 +1,4 @@
-// A dict or TensorDict of tensors that is like one seen before: same keys, and tensors of the same dtypes and shapes.
+// A dict or TensorDict of tensors that is like one seen before: same keys, and tensors of the same places, dtypes and shapes.
 //
 // Each state_dict() is a new dict of new tensors. This finds their places again, and looks at each tensor again: what
 // may not be copied as bytes is told by its type, its flags, its strides and its address.
@@ -159,7 +159,7 @@ class Outline {
 }  // namespace
 
 void bind_values(nb::module_& m) {
-  nb::class_<Outline>(m, "Outline", "The keys, dtypes and shapes of a dict or TensorDict of tensors.")
+  nb::class_<Outline>(m, "Outline", "The keys, places, dtypes and shapes of a dict or TensorDict of tensors.")
       .def(nb::init<nb::list, nb::list, nb::tuple, nb::tuple, nb::object>(), "tree"_a, "leaves"_a, "types"_a,
            "levels"_a, "tensordict"_a.none(),
            nb::sig("def __init__(self, tree: list, leaves: list, types: tuple, levels: tuple, tensordict: type | None) "

@@ -163,7 +163,8 @@ class Publisher:
                 applied the version; a list of worker indices waits for those, attached or not.
             timeout: seconds for the whole call; None is the arena's default.
             after: a stream or an event, for weights on a device that were made on another stream than the current one.
-                The copies wait for the work that it has at the call.
+                The current stream waits for the work that it has at the call. A stream waits in turn for the copies;
+                after an event, do not change these weights before the version is published.
 
         Returns:
             The new version. On a device it is visible when its copy has ended; `wait=[]` waits for that.

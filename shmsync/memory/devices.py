@@ -1,9 +1,10 @@
 """Devices whose memory an arena can lie in, and what it asks of them. The memory of the host needs none of this.
 
 What a device is asked for is done later: each stream does what it was given, in that order, and streams do not wait for
-each other unless follow() says so. So an arena on a device never takes a call for its result. A version is committed
-by the device itself, in a call that stands behind the copies; a slot is let go by the device, in a call that stands
-behind the reads of a section.
+each other unless follow() says so. So an arena on a device never takes a call for its result. A version is committed by
+the device itself, in a call that stands behind the copies; a slot is let go by the device, in a call that stands behind
+the reads of a section. Tensors that lie on a device are copied by torch, on the current stream; copy() is for bytes
+within the slab and from staging memory.
 """
 
 from __future__ import annotations
@@ -77,9 +78,6 @@ class Device(Streams, Protocol):
 
     def free(self, storage: torch.UntypedStorage) -> None:
         """Give allocated or opened memory back; its tensors may still live, and then it goes with the last of them."""
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Is this plain tensor in memory of this device, so that the device itself can copy it?"""
 
     def staging(self, size: int) -> torch.Tensor:
         """Memory of the host that the device copies from without stopping the calling thread; bytes."""
@@ -216,7 +214,7 @@ class OnDevice:
         self.device = device
         self.storage = storage
         self.reads = reads
-        self.stream = device.stream()  # copies of a publisher; what ends a subscriber's reads
+        self.stream = device.stream()  # a publisher's commits; what ends a subscriber's reads
 
     def free(self) -> None:
         """Give the memory back, when nothing is under way in it any more."""

@@ -1,4 +1,4 @@
-"""For every Python process of a test run with --device simulated: arenas lie on the simulated device.
+"""For every Python process of a test run with SHMSYNC_TEST_DEVICE=simulated: arenas and new tensors lie on it.
 
 Python imports this file at its start when this folder is in PYTHONPATH. Nothing is imported before shmsync is.
 """

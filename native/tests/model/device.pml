@@ -1,7 +1,7 @@
 /* An arena on a device: copies that are done later, a commit that stands behind them, reads that go on after their
    section and hold their slot until they are done.
 
-   Each of the three is a process of its own: the writer's stream copies and commits; each reader's stream reads. The
+   Each of the three is a process of its own: the device copies for the writer, and commits behind the copies; each reader's stream reads. The
    writer waits for its commit before it begins the next version. Waiting is a guard here: sleeping and waking are
    looked at in publication.pml, which has the same words.
 
@@ -29,7 +29,7 @@ byte current = CURRENT(1, 0);
 byte leaf_a[SLOTS] = 1, leaf_b[SLOTS] = 1;
 byte pin[READERS], held[READERS], acked[READERS] = 1;
 
-/* what the writer has asked its stream for: 0 nothing, else slot + 1 */
+/* what the writer has asked the device for: 0 nothing, else slot + 1 */
 byte asked = 0;
 byte next = 1;                          /* the version under way, or the published one */
 

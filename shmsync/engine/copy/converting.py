@@ -1,8 +1,8 @@
 """Leaves that cannot be copied as plain bytes of the host: cast, in another memory layout, or on a device.
 
-They are converted straight into the slot, one leaf after the other, so that publishing needs no second copy of the
-weights: at most one leaf is in temporary memory. With slots = 1 readers wait while the slot is written; there a small
-set is converted beforehand into private memory, and they wait for a copy of its bytes alone.
+Into a slot in the host's memory they are converted directly, one leaf after the other, so that publishing needs no
+second copy of the weights: at most one leaf is in temporary memory. With slots = 1 readers wait while the slot is
+written; there a small set is converted beforehand into private memory, and they wait for a copy of its bytes alone.
 
 Into an arena on a device they come in two ways. What lies on a device is copied by torch, all of it in one call, which
 casts and gathers on the way. What lies in the host's memory is converted on its way into the staging memory, so that
@@ -35,7 +35,7 @@ class Conversions:
         self._sources = sources
         self._leaves = [leaf for _, leaf in sources]
         self._seen = [_signature(source) for source, _ in sources]
-        self.written = sum(leaf.nbytes for _, leaf in sources)  # bytes that write() and held() move
+        self.written = sum(leaf.nbytes for _, leaf in sources)  # bytes that write() and write_aside() move
         # The private copies that stage() fills, to be copied as bytes; none if write() converts into the slot.
         self.staged: list[tuple[torch.Tensor, Leaf]] = []
         if arena.on_device is None and arena.slots == 1 and 0 < self.written <= STAGED_BYTES:

@@ -1,7 +1,7 @@
 """Plans for weights that are new objects at each publish: a state_dict(), a dict, a TensorDict.
 
-Such a source is recognised by its keys and by the dtype, shape and memory order of each tensor. One native call reads
-them (native/bind/values.cpp). No reference to a tensor is kept after the publish.
+Such a source is recognised by its keys and by the place, dtype, shape and memory order of each tensor. One native call
+reads them (native/bind/values.cpp). No reference to a tensor is kept after the publish.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class DeviceWrites(HostWrites):
         self._asked = False  # for copies since the last version that was published; before a write: by one given up
         self._number = 0  # the version that is under way
         self._after: Stream | None = None  # of the write that is under way
-        self._sources: Sequence[torch.Tensor] = ()  # kept until then, where no stream waits for the copies
+        self._sources: Sequence[torch.Tensor] = ()  # kept until settle() or take_back(), where after= is an event
 
     @property
     def under_way(self) -> bool:
@@ -88,7 +88,7 @@ class DeviceWrites(HostWrites):
         return True
 
     def order(self, devices: Sequence[Device], after: object, deadline: float) -> None:
-        """As in HostWrites, but the copies wait, not the caller. Raises TypeError for what is no stream or event."""
+        """As in HostWrites, but the current stream waits. Raises TypeError for what is no stream or event."""
         if after is not None:
             made_by = self._device.as_stream(after)
             self._refuse_capture(made_by)

@@ -18,7 +18,7 @@ def publish_plan(
     version: int | None = None,
     after: object = None,
 ) -> int:
-    """Carry out a checked plan; the new version. `version`: publish this one instead of the next; `after`: a stream."""
+    """Carry out a checked plan; the new version. `version`: this one instead of the next; `after`: as in order()."""
     if acks is not None:
         side.refuse_wait(acks)
     if not plan.conversions.none or after is not None:

@@ -133,10 +133,6 @@ class TorchSide:
         with plainly():
             return torch.as_tensor(memory, device=torch.device("cuda", index)).untyped_storage()
 
-    def index_of(self, tensor: torch.Tensor) -> int | None:
-        """The number of the GPU that the tensor lies on; None: it lies elsewhere."""
-        return tensor.device.index if tensor.device.type == "cuda" else None
-
     def cached(self, index: int) -> int:
         """Bytes of this GPU that torch's allocator keeps, and no tensor uses."""
         return torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)

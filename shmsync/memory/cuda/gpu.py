@@ -102,10 +102,6 @@ class Gpu:
     def free(self, storage: torch.UntypedStorage) -> None:
         """As in Device: a block goes with the last tensor over it, so there is nothing to do but to let go of them."""
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """As in Device."""
-        return self._side.index_of(tensor) == self._index
-
     def staging(self, size: int) -> torch.Tensor:
         """As in Device: memory whose pages stay where they are, so that the device copies from it by itself."""
         available = available_bytes()

@@ -1,4 +1,4 @@
-"""The memory of a closed publisher on a device stays until no living process has it open; then it goes."""
+"""The memory of a closed publisher on a device stays while a living process has it open."""
 
 import pytest
 import torch

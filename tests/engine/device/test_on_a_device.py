@@ -54,6 +54,7 @@ def held_up(stream):
 
 
 def stream_of(handle):
+    """The arena's stream: a publisher commits there, and a subscriber's reads end there."""
     return (handle._writer.arena if isinstance(handle, shmsync.Publisher) else handle.arena).on_device.stream
 
 
@@ -88,7 +89,7 @@ def test_the_publisher_knows_a_version_as_soon_as_its_readers_do(arena, slots):
         assert pub.version == version
 
 
-def test_in_place_readers_wait_for_the_copy(arena):
+def test_in_place_readers_wait_for_the_commit(arena):
     source = {"t": torch.full((100,), 1.0)}
     pub, sub = arena(source, 1)
     with held_up(stream_of(pub)):
@@ -146,7 +147,7 @@ def test_weights_on_the_device_are_copied_in_the_order_of_the_current_stream(are
             for step in (-1, version):  # the last one is what is published
                 device.kernel(lambda step=step: there.fill_(step))
             pub.publish({"t": there})
-            device.kernel(lambda: there.fill_(-2))  # the next step, while the copy may be under way
+            device.kernel(lambda: there.fill_(-2))  # the next step; the same stream does it after the copy
         sub.wait_version(version)
         assert value(sub) == (version, float(version))
 

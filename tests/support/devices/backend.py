@@ -1,6 +1,6 @@
 """Loads backend.cpp: torch then knows devices of the type "simulated", and asks `copied` for every copy to or from one.
 
-It is compiled once for each torch, beside the installed packages.
+It is compiled once for each torch, into the folder of the environment.
 """
 
 from __future__ import annotations

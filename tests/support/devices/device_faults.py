@@ -33,7 +33,7 @@ def weights_of_the_host_are_read_later(patch, device):
 
 
 def _some_follow_nobody(patch, device, forgotten):
-    """`forgotten(later, first, own)`: is this order taken away? `own`: the stream of the publisher's copies."""
+    """`forgotten(later, first, own)`: is this order taken away? `own`: the arena's stream, which commits."""
     follow = device.follow
 
     def follow_or_not(later, first):
@@ -44,7 +44,7 @@ def _some_follow_nobody(patch, device, forgotten):
 
 
 def _tell_own_stream(patch, device):
-    """device.own becomes the stream of the publisher's copies."""
+    """device.own becomes the stream on which the publisher commits."""
     begin = DeviceWrites.__init__
 
     def begin_and_tell(writes, place, *rest):

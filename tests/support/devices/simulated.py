@@ -3,7 +3,7 @@
 Each stream is a thread. It does one thing after the other, each after a delay that a seed decides; streams wait for
 each other only where follow() says so. A failure comes late: what was asked for before it may be done or not.
 
-For torch its tensors lie on "simulated:0" (backend.py). A copy to or from such a tensor is work of the calling thread's
+For torch its tensors lie on "simulated:0" or "simulated:1", by its index (backend.py). A copy to or from such a tensor is work of the calling thread's
 current stream; one into the host's memory is done when the call returns. Every other operator is carried out at once:
 the stream is waited for, the CPU computes, and the results are copied back. The stream HOST, which is the current one
 unless on() says otherwise, has done all that it was asked for. kernel() gives other work to a stream.
@@ -167,9 +167,6 @@ class Simulated:
         found = self._descriptors.pop(storage._cdata, None)
         if found is not None:
             os.close(found)
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return tensor.device == self.torch_device
 
     def staging(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device="cpu")
@@ -400,7 +397,10 @@ def settle(_state: object) -> None:
 
 
 def install(devices: Any) -> Simulated:
-    """Let all arenas of this process lie on one, and let it know another. `devices`: shmsync.memory.devices."""
+    """Let all arenas and new tensors of this process lie on one, and let it know another.
+
+    SHMSYNC_TEST_TENSORS=host leaves new tensors in the host's memory. `devices`: shmsync.memory.devices.
+    """
     seed = int(os.environ.get("SIMULATED_SEED", "0")) + os.getpid()
     device, other = (Simulated(seed + index, longest=0.0005, prompt=True, index=index) for index in range(2))
     devices.register(device, default=True)

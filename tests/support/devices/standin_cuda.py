@@ -1,6 +1,6 @@
 """Functions of CUDA and of torch.cuda that need no GPU, and mind CUDA's rules. What is called is recorded.
 
-A World is a machine with GPUs; each StandIn is one process on it. Memory of a GPU is memory of the host, streams are
+A World is a machine with GPUs; each Proxy is one process on it. Memory of a GPU is memory of the host, streams are
 the threads of simulated.py, which do later what they were asked for. Who breaks a rule of CUDA gets its error
 code; what real drivers do not notice, but is wrong, fails an assertion.
 """
@@ -392,13 +392,6 @@ class StandInTorch:
         storage = torch.ops.simulated.wrap(address, size, index).untyped_storage()
         weakref.finalize(storage, id, memory).atexit = False  # it lives as long as tensors over it
         return storage
-
-    def index_of(self, tensor):
-        address = tensor.data_ptr()
-        for base, (gpu, size, _) in self._calls.allocations.items():
-            if base <= address < base + size:
-                return gpu
-        return None
 
     def cached(self, index):
         return 4096
