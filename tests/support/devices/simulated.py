@@ -3,7 +3,7 @@
 Each stream is a thread. It does one thing after the other, each after a delay that a seed decides; streams wait for
 each other only where follow() says so. A failure comes late: what was asked for before it may be done or not.
 
-For torch its tensors lie on "simulated:0" or "simulated:1", by its index (backend.py). A copy to or from such a tensor is
+For torch its tensors lie on "simulated:0" or "simulated:1", by its index (backend.py). A copy to or from such a one is
 work of the calling thread's current stream; one into the host's memory is done when the call returns. Every other
 operator is carried out at once: the stream is waited for, the CPU computes, and the results are copied back. The stream
 HOST, which is the current one unless on() says otherwise, has done all that it was asked for. kernel() gives other work
