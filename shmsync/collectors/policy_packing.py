@@ -28,7 +28,14 @@ def bring(policy: nn.Module, device: str) -> None:
     """Move what the policy has brought along to a device; parameters without values get theirs from shared memory."""
     found = named(device)
     there = torch.device("cpu") if found is None else found.torch_device
-    policy._apply(lambda tensor: tensor if tensor.device.type == "meta" else tensor.to(there))
+    for tensor in (*policy.parameters(), *policy.buffers()):
+        if tensor.device.type != "meta" and tensor.device != there:
+            moved = tensor.data.to(there)
+            try:
+                tensor.data = moved
+            except RuntimeError:  # torch does so between the host and CUDA, not for every type of device
+                same = isinstance(tensor, nn.Parameter)
+                torch.utils.swap_tensors(tensor, nn.Parameter(moved, tensor.requires_grad) if same else moved)
 
 
 class _PolicyPickler(cloudpickle.Pickler):

@@ -43,7 +43,13 @@ def test_the_policy_travels_without_its_device_and_is_brought_to_another():
     first, second = Simulated(1, 0.0005), Simulated(2, 0.0005, index=1)
     with installed(first, second):
         policy = torch.nn.BatchNorm1d(3)
-        for tensor in policy.to(first.torch_device).state_dict().values():
+        policy.register_buffer("scale", torch.ones(2))
+        policy.again = torch.nn.Module()
+        policy.again.register_buffer("scale", policy.scale)
+        policy.again.weight = policy.weight
+        policy.kept = [policy.scale, policy.weight]
+        bring(policy, first.name)
+        for tensor in policy.state_dict().values():
             tensor.fill_(2)
         with first.on(first.stream()):
             first.kernel(lambda: policy.running_mean.data.fill_(5))
@@ -53,6 +59,8 @@ def test_the_policy_travels_without_its_device_and_is_brought_to_another():
             assert {str(tensor.device) for tensor in (*there.parameters(), *there.buffers())} == {"cpu"}
             bring(there, second.name)
             assert {str(tensor.device) for tensor in (*there.parameters(), *there.buffers())} == {second.name}
+            assert there.scale is there.again.scale is there.kept[0]
+            assert there.weight is there.again.weight is there.kept[1]
             bring(there, "cpu")
             assert str(there.weight.device) == "cpu"
             assert set(there.running_mean.tolist()) == {5.0}

@@ -11,6 +11,8 @@ the device copies no more bytes than the slot has.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ...memory.arena import Arena
@@ -70,9 +72,9 @@ class Conversions:
             views = self._arena.views(slot, writable=True)
             with plainly():
                 if self._arena.on_device is not None:
-                    there = [(views[leaf.key], each) for each, leaf in self._sources if each.device.type != "cpu"]
-                    if there:
-                        torch._foreach_copy_([view for view, _ in there], [source for _, source in there])
+                    _copy_on_devices(
+                        [(views[leaf.key], each) for each, leaf in self._sources if not self._staged(each)]
+                    )
                     return
                 for source, leaf in self._sources:
                     assign(views[leaf.key], source)
@@ -102,6 +104,32 @@ class Conversions:
 
     def _staged(self, source: torch.Tensor) -> bool:
         return self._arena.on_device is not None and source.device.type == "cpu"
+
+
+# What torch._foreach_copy_() copies by one kernel for many tensors. It has none for other dtypes.
+_KERNELS = {
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+}  # fmt: skip
+
+
+def _copy_on_devices(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second tensor of each pair into the first: work of the current streams, and few calls.
+
+    A call has tensors of one device, one dtype on each side, and equal strides. For others torch copies one after the
+    other, and before 2.11 it took the dtype of the first target for all of them.
+    """
+    together: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for to, source in pairs:
+        kinds = to.dtype, source.dtype
+        if _KERNELS.issuperset(kinds) and source.device == to.device and source.stride() == to.stride():
+            targets, sources = together.setdefault(kinds, ([], []))
+            targets.append(to)
+            sources.append(source)
+        else:
+            to.copy_(source)
+    for targets, sources in together.values():
+        torch._foreach_copy_(targets, sources)
 
 
 def _signature(tensor: torch.Tensor) -> tuple[object, ...] | None:

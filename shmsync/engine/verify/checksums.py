@@ -96,7 +96,8 @@ class ChecksumWriter:
                 new[offset] = digest(slot_bytes(arena, slot, offset, end) if whole is None else whole[offset:end])
             else:
                 new[offset] = self._known[offset]
-        self._new = new
+        # Until the version is known to be published, nothing is known: an interrupt may come before committed().
+        self._known, self._new = {}, new
         words = array("Q", new.values()).tobytes()
         if arena.on_device is None:
             memory(arena.slot_address(slot) + self._at, len(words))[:] = words

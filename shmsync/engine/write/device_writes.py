@@ -16,7 +16,7 @@ from contextlib import suppress
 import torch
 
 from ... import _native
-from ...errors import DeviceBusy, DeviceFailed, ProtocolError
+from ...errors import DeviceBusy, DeviceFailed, ProtocolError, ShmSyncError
 from ...memory.devices import Device, OnDevice, Piece, Stream
 from ...memory.manifest import Manifest
 from ...memory.system.exiting import stay_if_exiting
@@ -47,8 +47,9 @@ class DeviceWrites(HostWrites):
         self._commit: _native.HostCall | None = None
         self._asked = False  # for copies since the last version that was published; before a write: by one given up
         self._number = 0  # the version that is under way
-        self._after: Stream | None = None  # of the write that is under way
-        self._sources: Sequence[torch.Tensor] = ()  # kept until settle() or take_back(), where after= is an event
+        self._sources: Sequence[
+            torch.UntypedStorage
+        ] = ()  # kept until settle() or take_back(), where after= is an event
 
     @property
     def under_way(self) -> bool:
@@ -83,17 +84,18 @@ class DeviceWrites(HostWrites):
                     version=self._number,
                 )
         self._commit = None
-        self._forget()
+        self._sources = ()
         self._asked = False
         return True
 
     def order(self, devices: Sequence[Device], after: object, deadline: float) -> None:
-        """As in HostWrites, but the current stream waits. Raises TypeError for what is no stream or event."""
+        """As in HostWrites, but the current streams wait. Raises TypeError for what is no stream or event."""
         if after is not None:
+            self._refuse_capture(self._device.current())
             made_by = self._device.as_stream(after)
             self._refuse_capture(made_by)
-            self._device.follow(self._device.current(), made_by)
-            self._after = made_by
+            for device in {each.name: each for each in (self._device, *devices)}.values():
+                device.follow(device.current(), made_by)
 
     def ready(self, deadline: float) -> None:
         """As in HostWrites."""
@@ -118,7 +120,7 @@ class DeviceWrites(HostWrites):
         self._asked = True
         self._device.copy(self._device.current(), pieces)
 
-    def write(self, plan: CopyPlan, address: int, slot: int) -> None:
+    def write(self, plan: CopyPlan, address: int, slot: int, after: object = None) -> None:
         """As in HostWrites."""
         self._asked = True
         mine = self._device.current()
@@ -131,8 +133,13 @@ class DeviceWrites(HostWrites):
             plan.aside(self._staging)
             self._device.copy(mine, [(address + at, aside + at, size) for at, size in staged])
         # Whoever made the weights may change them, or use their memory again, once they are copied.
-        if self._after is not None and not self._device.follow(self._after, mine):
-            self._sources = plan.conversions.sources
+        if after is not None and not self._device.follow(self._device.as_stream(after), mine):
+            self._sources = [source.untyped_storage() for source in plan.conversions.sources]
+
+    def open_to(self) -> None:
+        """As in HostWrites. Should another stream be the current one at the end, the commit waits for this one too."""
+        self._asked = True
+        self._device.follow(self._stream, self._device.current())
 
     def finish(self, deadline: float) -> None:
         """As in HostWrites."""
@@ -140,7 +147,8 @@ class DeviceWrites(HostWrites):
             f"the next version of arena {self._name!r} is still being copied on {self._device.name}, and its checksums "
             "need the copy; nothing was published, give it more time with timeout="
         )
-        wait_for_stream(self._device, self._device.current(), deadline, late)
+        self._device.follow(self._stream, self._device.current())
+        wait_for_stream(self._device, self._stream, deadline, late)
 
     def commit(self) -> int:
         """As in HostWrites; the device publishes it."""
@@ -153,13 +161,10 @@ class DeviceWrites(HostWrites):
     def take_back(self) -> None:
         """As in HostWrites."""
         commit, self._commit = self._commit, None
-        self._forget()
+        self._sources = ()
         if commit is None and self._asked:
-            with suppress(DeviceFailed):  # nothing is done there any more
+            with suppress(ShmSyncError):  # it has failed; or what the stream has is only recorded, in a capture
                 self._device.follow(self._stream, self._device.current())
         if commit is not None and not commit.cancel():
             while not commit.wait(_SLICE):
                 stay_if_exiting()
-
-    def _forget(self) -> None:
-        self._after, self._sources = None, ()

@@ -97,12 +97,12 @@ class HostWrites:
         """Copy within the slab."""
         _native.copy(pieces)
 
-    def write(self, plan: CopyPlan, address: int, slot: int) -> None:
-        """Copy what the plan has into the slot, which begins at `address`."""
+    def write(self, plan: CopyPlan, address: int, slot: int, after: object = None) -> None:
+        """Copy what the plan has into the slot, which begins at `address`. `after`: what order() was given."""
         plan.copy_to(address, slot)
 
     def open_to(self) -> None:
-        """What the calling thread asks its current stream for now comes after the copies so far."""
+        """An update() is open: its body writes into the slot, by the calling thread's current stream."""
 
     def finish(self, deadline: float) -> None:
         """Wait until all that was written is there, what the calling thread's stream does to it too.

@@ -28,7 +28,7 @@ def publish_plan(
     try:
         if not side.begin_at_once(version):
             begin_all([side], deadline, version)
-        side.write(plan)
+        side.write(plan, after)
         side.add_sums(deadline)
         version = side.commit()
     except BaseException:  # an interrupt may land anywhere

@@ -64,9 +64,9 @@ class Update(_native.Scope):
             begin_all([side], deadline_after(self._timeout, side.timeout))
         if side.arena.slots > 1:
             side.carry(None)
-            side.writes.open_to()
         elif side.adopted is not None:
             side.pull()
+        side.writes.open_to()
         weights = side.arena.weights(side.writer.slot, writable=True)
         if side.adopted is not None:
             side.touched |= self._writes_at_once

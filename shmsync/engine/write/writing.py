@@ -122,13 +122,13 @@ class WriteSide:
         if self._sums is not None:
             self._sums.committed()
 
-    def write(self, plan: CopyPlan) -> None:
-        """Write the plan into the slot that begin() chose. The caller commits."""
+    def write(self, plan: CopyPlan, after: object = None) -> None:
+        """Write the plan into the slot that begin() chose. The caller commits. `after`: as in publish()."""
         if self.arena.slots > 1:
             self.carry(plan.given)
         self.touched = True
         kept = self.pull()  # until the copy is done: the plan may read from there
-        self.writes.write(plan, self.address(), self._writer.slot)
+        self.writes.write(plan, self.address(), self._writer.slot, after)
         del kept
         if self._sums is not None and self.adopted is None:
             self._sums.begin(plan.given)

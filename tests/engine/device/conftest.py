@@ -1,6 +1,10 @@
 import pytest
 import torch
 
+import shmsync
+from shmsync.memory import devices
+from support.devices.simulated import Simulated, everywhere
+
 
 @pytest.fixture(autouse=True)
 def tensors_are_made_in_host_memory():
@@ -9,3 +13,28 @@ def tensors_are_made_in_host_memory():
     torch.set_default_device("cpu")
     yield
     torch.set_default_device(before)
+
+
+@pytest.fixture
+def device():
+    other = Simulated(8, longest=0.0005, index=1)
+    with everywhere(seed=7, longest=0.0005) as device:
+        devices.register(other)
+        yield device
+
+
+@pytest.fixture
+def arena(device):
+    """arena(weights, slots=) -> a publisher and a subscriber of one arena on the device."""
+    opened = []
+
+    def make(weights, slots=2, dtype=None, **options):
+        pub = shmsync.Publisher(weights, slots=slots, timeout=20.0, dtype=dtype)
+        opened.append(pub)
+        sub = shmsync.Subscriber(pub.handle, worker=0, timeout=20.0, **options)
+        opened.append(sub)
+        return pub, sub
+
+    yield make
+    for each in reversed(opened):
+        each.close()

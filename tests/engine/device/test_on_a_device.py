@@ -3,66 +3,14 @@
 The device is simulated (support/devices/simulated.py): streams are threads that a gate can hold up.
 """
 
-import threading
-import time
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 import shmsync
 from shmsync.memory import devices
-from support.devices.simulated import Simulated, everywhere
+from support.devices.on_simulated import held_up, stream_of, value
 
 SLOTS = [1, 2, 3]
-
-
-@pytest.fixture
-def device():
-    other = Simulated(8, longest=0.0005, index=1)
-    with everywhere(seed=7, longest=0.0005) as device:
-        devices.register(other)
-        yield device
-
-
-@pytest.fixture
-def arena(device):
-    """arena(weights, slots=) -> a publisher and a subscriber of one arena on the device."""
-    opened = []
-
-    def make(weights, slots=2, dtype=None, **options):
-        pub = shmsync.Publisher(weights, slots=slots, timeout=20.0, dtype=dtype)
-        opened.append(pub)
-        sub = shmsync.Subscriber(pub.handle, worker=0, timeout=20.0, **options)
-        opened.append(sub)
-        return pub, sub
-
-    yield make
-    for each in reversed(opened):
-        each.close()
-
-
-@contextmanager
-def held_up(stream):
-    """What the stream is given inside is done after it."""
-    gate = threading.Event()
-    stream.give(gate.wait)
-    try:
-        yield gate
-    finally:
-        gate.set()
-
-
-def stream_of(handle):
-    """The arena's stream: a publisher commits there, and a subscriber's reads end there."""
-    return (handle._writer.arena if isinstance(handle, shmsync.Publisher) else handle.arena).on_device.stream
-
-
-def value(sub, **kwargs):
-    """What a section sees; all elements are one value."""
-    with sub.read(**kwargs) as section:
-        (found,) = set(section.weights["t"].tolist())
-        return section.version, found
 
 
 @pytest.mark.parametrize("slots", [2, 3])
@@ -150,56 +98,6 @@ def test_weights_on_the_device_are_copied_in_the_order_of_the_current_stream(are
             device.kernel(lambda: there.fill_(-2))  # the next step; the same stream does it after the copy
         sub.wait_version(version)
         assert value(sub) == (version, float(version))
-
-
-MADE = {
-    "as it is": lambda device, tensor: tensor,
-    "cast": lambda device, tensor: tensor.double(),
-    "strided": lambda device, tensor: tensor.repeat(2, 1).t()[:, 0],
-    "of another device": lambda device, tensor: tensor.to("simulated:1"),
-}
-
-
-@pytest.mark.parametrize("slots", SLOTS)
-@pytest.mark.parametrize("how", MADE)
-def test_after_orders_what_another_stream_makes(arena, device, slots, how):
-    there = MADE[how](device, device.tensor(torch.full((1000,), 1.0)))
-    pub, sub = arena({"t": torch.ones(1000)}, slots, dtype={"*": torch.float32})
-    gathering, trainers = device.stream(), device.stream()
-    for version in range(2, 30):
-        gathering.give(lambda: time.sleep(0.002))
-        gathering.give(lambda version=version: there[500:].fill_(version))
-        gathering.give(lambda version=version: there[:500].fill_(version))
-        after = gathering if version % 2 else gathering.record()
-        with device.on(trainers):
-            pub.publish({"t": there}, after=after, wait=[])
-        assert value(sub) == (version, float(version))
-    with pytest.raises(TypeError, match="a stream or an event"):
-        pub.publish({"t": there}, after=3)
-    assert pub.publish({"t": there}, wait=[]) == version + 1
-
-
-@pytest.mark.parametrize("slots", SLOTS)
-@pytest.mark.parametrize("order", ["stream", "event"])
-def test_memory_that_another_stream_uses_again_is_copied_before(arena, device, slots, order):
-    pub, sub = arena({"t": torch.ones(1000)}, slots)
-    gathering, trainers, reused = device.stream(), device.stream(), 0
-    for version in range(2, 30):
-        with device.on(gathering):
-            there = torch.full((1000,), float(version), device="simulated:0")
-            after = gathering if order == "stream" else gathering.record()
-        address = there.data_ptr()
-        with device.on(trainers):
-            device.kernel(lambda: time.sleep(0.001))
-            pub.publish({"t": there}, after=after)
-        del there
-        with device.on(gathering):
-            again = torch.full((1000,), -1.0, device="simulated:0")
-        reused += again.data_ptr() == address
-        sub.wait_version(version)
-        assert value(sub) == (version, float(version))
-        del again
-    assert order == "event" or reused > 0
 
 
 def test_after_is_for_devices(publisher_in_host_memory):

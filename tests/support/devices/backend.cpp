@@ -30,7 +30,7 @@ constexpr auto kDevice = c10::DeviceType::PrivateUse1;
 constexpr c10::DeviceIndex kDevices = 2;
 thread_local c10::DeviceIndex current = 0;
 
-thread_local std::int64_t stream = 0;  // of the calling thread
+thread_local std::int64_t streams[kDevices] = {};  // the calling thread's current ones
 
 // As CUDA's allocator of torch: what is given back is used again by the stream that it was made on, perhaps while
 // another stream still reads it, and never goes back to the system.
@@ -51,7 +51,7 @@ struct HostPages final : c10::Allocator {
   c10::DataPtr allocate(std::size_t size) override {
     if (size == 0) return {nullptr, {kDevice, current}};
     auto block = std::make_unique<Block>();
-    block->pool = {current, stream, (size + 511) / 512 * 512};
+    block->pool = {current, streams[current], (size + 511) / 512 * 512};
     const std::lock_guard<std::mutex> locked(lock);
     auto& pool = kept[block->pool];
     if (pool.empty()) {
@@ -174,12 +174,12 @@ at::Tensor on_host(const at::Tensor& tensor) {
                        at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU), at::Device(at::kCPU));
 }
 
-void set_stream(int64_t given) { stream = given; }
+void set_stream(int64_t index, int64_t given) { streams[index] = given; }
 
 TORCH_LIBRARY(simulated, m) {
   m.def("wrap(int address, int size, int index) -> Tensor", &wrap);
   m.def("on_host(Tensor tensor) -> Tensor", &on_host);
-  m.def("set_stream(int stream) -> ()", &set_stream);
+  m.def("set_stream(int index, int stream) -> ()", &set_stream);
 }
 
 // What the way over the CPU does not do for every operator: torch leaves these two to each device, and batch_norm
@@ -252,6 +252,12 @@ void refuse_several_places(const c10::OperatorHandle& op, const torch::jit::Stac
       for (const at::Tensor& tensor : each.toTensorVector()) look(tensor);
   }
 }
+
+// A copy to or from a lazily conjugated or negated tensor looks at these flags itself.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(simulated, Conjugate, m) { m.impl("on_host", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(simulated, Negative, m) { m.impl("on_host", torch::CppFunction::makeFallthrough()); }
 
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   refuse_several_places(op, *stack);

@@ -1,8 +1,10 @@
-"""What a worker is told to do with an arena on the simulated device."""
+"""What tests, and their workers, do with an arena on the simulated device."""
 
 from __future__ import annotations
 
+import threading
 import time
+from contextlib import contextmanager
 
 import torch
 
@@ -40,3 +42,26 @@ def end_trace_during_publish(state, file):
         while writer.trace is not None and time.monotonic() < end:
             pass  # and hold the GIL: the device's thread must come to its end without it
         return under_way, writer.trace is None
+
+
+@contextmanager
+def held_up(stream):
+    """What the stream is given inside is done after it."""
+    gate = threading.Event()
+    stream.give(gate.wait)
+    try:
+        yield gate
+    finally:
+        gate.set()
+
+
+def stream_of(handle):
+    """The arena's stream: a publisher commits there, and a subscriber's reads end there."""
+    return (handle._writer.arena if isinstance(handle, shmsync.Publisher) else handle.arena).on_device.stream
+
+
+def value(sub, **kwargs):
+    """What a section sees; all elements are one value."""
+    with sub.read(**kwargs) as section:
+        (found,) = set(section.weights["t"].tolist())
+        return section.version, found

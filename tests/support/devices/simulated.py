@@ -249,7 +249,9 @@ class Simulated:
 
     def _use(self, stream: Any) -> None:
         self._here.stream = stream
-        torch.ops.simulated.set_stream(0 if stream is HOST else id(stream))  # whose memory is used again by whom
+        torch.ops.simulated.set_stream(
+            self.torch_device.index, 0 if stream is HOST else id(stream)
+        )  # whose memory is used again by whom
 
     def kernel(self, work: Callable[[], None], stream: Any = None) -> None:
         """Work for a stream, by default the current one."""
@@ -297,7 +299,11 @@ def copies_are_done_by(device: Any, index: int) -> None:
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor, which may lie on a device, as a tensor of the host."""
-    return tensor if tensor.device.type == "cpu" else torch.ops.simulated.on_host(tensor)
+    if tensor.device.type == "cpu":
+        return tensor
+    there = torch.ops.simulated.on_host(tensor)
+    there = there.conj() if tensor.is_conj() else there
+    return torch._neg_view(there) if tensor.is_neg() else there
 
 
 def _copied(source: torch.Tensor, to: torch.Tensor) -> None:

@@ -99,6 +99,49 @@ def test_a_publish_during_a_capture_is_refused_before_anything_changes(arena, sl
     assert value(sub) == (2, 2.0)
 
 
+def test_after_in_a_capture_reaches_no_call_of_the_captured_stream(process, arena):
+    process(World())
+    device = visible.device(0)
+    there = torch.empty(0, device="simulated:0").set_(device.allocate(400), 0, (100,)).fill_(1)
+    calls, pub, sub = arena({"t": there}, 2, made=True)
+    stream, other = device.stream(), device.stream()
+    calls.capturing.add(stream.handle)
+    calls.log.clear()
+    with calls.side.stream(stream.handle), pytest.raises(ProtocolError, match="before or after the capture"):
+        pub.publish({"t": there}, after=torch_stream(other.handle))
+    assert "cudaStreamWaitEvent" not in calls.names()
+    assert pub.publish({"t": there}, after=torch_stream(other.handle), wait=[]) == 2
+    assert value(sub) == (2, 1.0)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("how", ["raises", "commits"])
+def test_an_update_that_ends_in_a_capture_is_taken_back(arena, slots, how):
+    source = {"t": torch.full((100,), 1.0)}
+    calls, pub, sub = arena(source, slots)
+    stream = visible.device(0).stream()
+    with calls.side.stream(stream.handle):
+        with pytest.raises(LookupError if how == "raises" else ProtocolError), pub.update():
+            calls.capturing.add(stream.handle)
+            if how == "raises":
+                raise LookupError
+        calls.capturing.clear()
+        source["t"].fill_(2)
+        assert pub.publish(wait=[]) >= 2
+    assert value(sub)[1] == 2.0
+
+
+def test_a_publisher_is_closed_in_a_capture(arena, name):
+    calls, pub, sub = arena({"t": torch.full((100,), 1.0)}, 2)
+    stream = visible.device(0).stream()
+    with calls.side.stream(stream.handle):
+        with pytest.raises(LookupError), pub.update():
+            raise LookupError
+        calls.capturing.add(stream.handle)
+        pub.close()
+    assert not sub.publisher_alive
+
+
 def test_a_slot_is_kept_until_the_kernels_of_its_section_are_done(arena):
     source = {"t": torch.full((100,), 1.0)}
     calls, pub, sub = arena(source, 1)

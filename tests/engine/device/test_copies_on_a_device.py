@@ -1,0 +1,165 @@
+"""The copies of a publish on a device: their order, how long their sources are kept, and which go together."""
+
+import time
+
+import pytest
+import torch
+
+import shmsync
+from support.devices.on_simulated import held_up, stream_of, value
+
+SLOTS = [1, 2, 3]
+
+
+MADE = {
+    "as it is": lambda device, tensor: tensor,
+    "cast": lambda device, tensor: tensor.double(),
+    "strided": lambda device, tensor: tensor.repeat(2, 1).t()[:, 0],
+    "of another device": lambda device, tensor: tensor.to("simulated:1"),
+}
+
+
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("how", MADE)
+def test_after_orders_what_another_stream_makes(arena, device, slots, how):
+    there = MADE[how](device, device.tensor(torch.full((1000,), 1.0)))
+    pub, sub = arena({"t": torch.ones(1000)}, slots, dtype={"*": torch.float32})
+    gathering, trainers = device.stream(), device.stream()
+    for version in range(2, 30):
+        gathering.give(lambda: time.sleep(0.002))
+        gathering.give(lambda version=version: there[500:].fill_(version))
+        gathering.give(lambda version=version: there[:500].fill_(version))
+        after = gathering if version % 2 else gathering.record()
+        with device.on(trainers):
+            pub.publish({"t": there}, after=after, wait=[])
+        assert value(sub) == (version, float(version))
+    with pytest.raises(TypeError, match="a stream or an event"):
+        pub.publish({"t": there}, after=3)
+    assert pub.publish({"t": there}, wait=[]) == version + 1
+
+
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("order", ["stream", "event"])
+def test_memory_that_another_stream_uses_again_is_copied_before(arena, device, slots, order):
+    pub, sub = arena({"t": torch.ones(1000)}, slots)
+    gathering, trainers, reused = device.stream(), device.stream(), 0
+    for version in range(2, 30):
+        with device.on(gathering):
+            there = torch.full((1000,), float(version), device="simulated:0")
+            after = gathering if order == "stream" else gathering.record()
+        address = there.data_ptr()
+        with device.on(trainers):
+            device.kernel(lambda: time.sleep(0.001))
+            pub.publish({"t": there}, after=after)
+        del there
+        with device.on(gathering):
+            again = torch.full((1000,), -1.0, device="simulated:0")
+        reused += again.data_ptr() == address
+        sub.wait_version(version)
+        assert value(sub) == (version, float(version))
+        del again
+    assert order == "event" or reused > 0
+
+
+def test_weights_behind_an_event_are_kept_though_their_tensor_is_given_other_memory(arena, device):
+    pub, sub = arena({"t": torch.ones(1000)}, 2)
+    gathering = device.stream()
+    with held_up(stream_of(pub)) as gate:
+        with device.on(gathering):
+            there = torch.full((1000,), 2.0, device="simulated:0")
+            after = gathering.record()
+        trainers = device.stream()
+        slow = device.gate(trainers)
+        with device.on(trainers):
+            pub.publish({"t": there}, after=after)
+        with device.on(gathering):
+            there.data = torch.empty(0, device="simulated:0")
+            again = torch.full((1000,), -1.0, device="simulated:0")
+        gathering.record().done.wait()
+        slow.set()
+        gate.set()
+    sub.wait_version(2)
+    assert value(sub) == (2, 2.0)
+    assert again[0].item() == -1.0
+
+
+@pytest.mark.parametrize("end", ["commit", "give up"])
+def test_an_update_may_end_on_another_stream_than_it_began(arena, device, end):
+    """What is carried into the slot belongs to the first one, and the version, or the next one, comes behind it."""
+    source = {"t": torch.full((1000,), 1.0), "u": torch.full((1000,), 1.0)}
+    pub, sub = arena(source, 2)
+    for version in (2, 3):
+        source["t"].fill_(version)
+        source["u"].fill_(version)
+        pub.publish(wait=[])
+    first, second = device.stream(), device.stream()
+    gate = device.gate(first)
+    update = pub.update()
+    with device.on(first):
+        weights = update.__enter__()
+    with device.on(second):
+        if end == "commit":
+            weights["t"].fill_(9)
+            update.__exit__(None, None, None)
+        else:
+            update.__exit__(LookupError, LookupError(), None)
+    if end == "give up":
+        with pytest.raises(shmsync.DeviceBusy, match="given up"):
+            pub.publish(timeout=0.1)
+    gate.set()
+    pub.publish({"t": torch.full((1000,), 9.0)}, wait=[])
+    first.record().done.wait()
+    with sub.read() as section:
+        assert set(section.weights["t"].tolist()) == {9.0}
+        assert set(section.weights["u"].tolist()) == {3.0}
+
+
+@pytest.mark.parametrize("slots", SLOTS)
+def test_lazily_conjugated_and_negated_weights_come_as_they_look(arena, device, slots):
+    made = torch.tensor([1 + 2j, 3 - 4j])
+    pub, sub = arena({"c": made, "n": torch.zeros(2)}, slots)
+    for place in ("cpu", "simulated:0"):
+        conjugated, negated = made.to(place).conj(), made.to(place).conj().imag
+        assert conjugated.is_conj()
+        assert negated.is_neg()
+        pub.publish({"c": conjugated, "n": negated}, wait=[])
+        with sub.read() as section:
+            assert section.weights["c"].tolist() == made.conj().tolist()
+            assert section.weights["n"].tolist() == [-2.0, 4.0]
+
+
+def there(*shape, dtype=None):
+    return torch.ones(*shape, dtype=dtype, device="simulated:0")
+
+
+ODD = {
+    "dtypes": lambda: {"a": there(3), "b": there(4, dtype=torch.int64), "c": there(5)},
+    "casts": lambda: {"a": there(3).double(), "b": there(4), "c": there(5).half()},
+    "strides": lambda: {"a": there(4, 6).t(), "b": there(4, 2)[:, 0], "c": there(5)},
+    "no kernel": lambda: {"a": there(3, dtype=torch.uint16), "b": there(2)},
+    "places": lambda: {"a": torch.ones(3, device="simulated:1"), "b": torch.ones(3), "c": there(3)},
+    "layers": lambda: torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).to("simulated:0"),
+}
+
+
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("kind", ODD)
+def test_torch_copies_together_what_is_alike_only(arena, device, monkeypatch, kind, slots):
+    """Else it copies one by one, or, before 2.11, with the dtype of the first target."""
+    source, together, calls = ODD[kind](), torch._foreach_copy_, []
+
+    def alike(targets, sources):
+        for tensors in (targets, sources):
+            assert len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1
+        assert [tensor.stride() for tensor in targets] == [tensor.stride() for tensor in sources]
+        calls.append(len(targets))
+        together(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", alike)
+    pub, sub = arena(source, slots, dtype={"*": torch.float32} if kind == "casts" else None)
+    pub.publish(source, wait=[])
+    with sub.read() as section:
+        for key, tensor in (source.state_dict() if kind == "layers" else source).items():
+            found = section.weights[tuple(key.split("."))].cpu()
+            assert torch.equal(found, tensor.cpu().to(found.dtype))
+    assert calls
