@@ -34,8 +34,8 @@ def bring(policy: nn.Module, device: str) -> None:
             try:
                 tensor.data = moved
             except RuntimeError:  # torch does so between the host and CUDA, not for every type of device
-                same = isinstance(tensor, nn.Parameter)
-                torch.utils.swap_tensors(tensor, nn.Parameter(moved, tensor.requires_grad) if same else moved)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                torch.utils.swap_tensors(tensor, nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved)
 
 
 class _PolicyPickler(cloudpickle.Pickler):

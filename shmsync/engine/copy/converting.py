@@ -4,9 +4,9 @@ Into a slot in the host's memory they are converted directly, one leaf after the
 second copy of the weights: at most one leaf is in temporary memory. With slots = 1 readers wait while the slot is
 written; there a small set is converted beforehand into private memory, and they wait for a copy of its bytes alone.
 
-Into an arena on a device they come in two ways. What lies on a device is copied by torch, all of it in one call, which
-casts and gathers on the way. What lies in the host's memory is converted on its way into the staging memory, so that
-the device copies no more bytes than the slot has.
+Into an arena on a device they come in two ways. What lies on a device is copied by torch, many leaves in one call. What
+lies in the host's memory is converted on its way into the staging memory, so that the device copies no more bytes than
+the slot has.
 """
 
 from __future__ import annotations
