@@ -78,9 +78,9 @@ class Sources {
   // leaves: [(tensor, offset in the slot, bytes), ...], dense, plain bytes in the order that the slot has.
   Sources(nanobind::list guards, nanobind::list leaves);
 
-  // True when every dict still holds the same objects in the same order and every tensor still has the type, place, dtype,
-  // shape and memory order that it was checked with. Addresses may have moved, to memory that holds the tensor: they
-  // are read again, and moved() is true.
+  // True when every dict still holds the same objects in the same order and every tensor still has the type, place,
+  // dtype, shape and memory order that it was checked with. Addresses may have moved, to memory that holds the tensor:
+  // they are read again, and moved() is true.
   bool revalidate();
   bool moved() const { return moved_; }
   bool overlaps(std::uintptr_t begin, std::uintptr_t end) const;
