@@ -1,8 +1,8 @@
 // ReadSide for Python: the lock around sections, and nesting.
 //
 // The common path (nothing new, the gate is open) runs here. All else goes to Python, through hooks of the subclass:
-// _enter_slowly(outcome, version, timeout), _refresh_now(), _answer_now(), _trace_now(), _look_for_heir() for one that
-// follows, _reads_end() and _copies_read() at the end of a section that a device works for. Below code that Dynamo
+// _enter_slowly(outcome, version, timeout), _refresh_now(), _answer_now(), _trace_now(), _look_for_successor() for one
+// that follows, _reads_end() and _copies_read() at the end of a section that a device works for. Below code that Dynamo
 // compiles it calls _enter_slow(), _refresh_slow(), _answer_slow() and _trace_slow(), which keep it out. read() hands a
 // timeout that is no float, or is none, to _checked_timeout().
 //
@@ -94,7 +94,7 @@ class Reader {
       } else {
         if (should_look()) {
           const Entering mark(entering);
-          call_method(self, "_look_for_heir");
+          call_method(self, "_look_for_successor");
         }
         if (side->is_asked()) heed(self, version.is_none() && timeout.is_none());
         const Enter outcome = version.is_none() ? side->try_enter() : Enter::gated;

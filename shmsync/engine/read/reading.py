@@ -320,7 +320,7 @@ class ReadPath(WaitPath):
     _answer_slow = disable(_answer_now)
 
     @disable
-    def _look_for_heir(self) -> None:
+    def _look_for_successor(self) -> None:
         """At the entry of a section now and then: move on if the publisher was started again."""
         try:
             self._follow()
