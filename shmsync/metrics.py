@@ -20,7 +20,7 @@ _COUNTS = {
     "publishes": "publish() calls that published, the first included",
     "updates": "update() sections that published",
     "bytes_copied": "bytes copied into the weights' memory by this process",
-    "aborted": "calls that raised before anything was written",
+    "aborted": "publishes and updates that were begun and taken back",
     "reaped": "rows taken back from readers that died in a section",
     "stalls": "calls that found no slot to write in time",
 }

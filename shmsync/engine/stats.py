@@ -21,7 +21,7 @@ class PublisherStats:
         publishes: publish() calls that committed, the constructor's included.
         updates: update() sections that committed.
         bytes_copied: into the slab, by this process.
-        aborted: calls that raised before anything was written.
+        aborted: publishes and updates that were begun and taken back; weights that were refused began none.
         reaped: rows taken back from dead readers.
         publish: a publish(), or an update()'s entry and exit, without the body and the wait for acks.
         pin_wait: of those calls that had to wait for readers.

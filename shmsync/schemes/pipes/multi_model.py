@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...engine.deadlines import deadline_after, timeout_or_none
-from ...engine.outcome import Outcome, listed
+from ...engine.outcome import Outcome
 from ...engine.source.pickling import dumps
 from ...errors import AckTimeout
 from ..api import WeightSyncScheme
@@ -67,14 +67,12 @@ def _send_together(pairs: list[tuple[PipeSender, Any]], worker_ids: int | list[i
     try:
         met = meeting.wait(deadline)
         if met.late:
-            notes = [*met.notes, *(f"dead: worker {index} ({how})" for index, how in met.dead.items())]
-            raise AckTimeout(
-                f"nothing was sent: {listed(met.late)} did not come to receive() in time"
-                f"{''.join('; ' + note for note in notes)}, and the models "
-                f"{', '.join(repr(sender.model_id) for sender in links)} change only together. Call receive() more "
-                "often, or give more time with timeout=",
-                version=version,
-                missing=[*met.late, *met.dead],
+            models = ", ".join(repr(sender.model_id) for sender in links)
+            raise met.not_ready(
+                "nothing was sent",
+                "come to receive()",
+                f"the models {models} change only together. Call receive() more often, or give more time with timeout=",
+                version,
             )
         for index in met.dead:  # a worker that left is gone, whatever it has applied before
             _report(links, index, True)
@@ -132,15 +130,17 @@ def _send_by_value(
         return {}
     write(list(by_value.values()), version, deadline)
     posted = {sender: sender.carrier.notify(sender.model_id, version, ready[sender]) for sender in by_value}
-    late = deliver({index: link for post in posted.values() for index, link in post.links.items()}, deadline)
-    if late:
+    links = {index: link for post in posted.values() for index, link in post.links.items()}
+    late = Outcome(WORDING)
+    late.add_late({index: links[index].peer for index in deliver(links, deadline)})
+    if late.late:
         for post in posted.values():
             forget(post.links, post.tags)
-        raise AckTimeout(
-            f"nothing is used: {listed(late)} did not take all of {', '.join(repr(s.model_id) for s in posted)} from "
-            f"the pipe in time, and the models change only together. Give more time with timeout=",
-            version=version,
-            missing=late,
+        raise late.not_ready(
+            "nothing is used",
+            f"take all of {', '.join(repr(sender.model_id) for sender in posted)} from the pipe",
+            "the models change only together. Give more time with timeout=",
+            version,
         )
     return posted
 

@@ -84,7 +84,7 @@ def test_nothing_is_sent_when_a_worker_does_not_come(fleet):
     policy, value = fleet.open("policy"), fleet.open("env.value_net")
     send_together({policy: Stamped(1), value: Stamped(1)})
     fleet.hold(1)
-    with naming(AckTimeout, [1], match="nothing was sent: worker 1"):
+    with naming(AckTimeout, [1], match=r"nothing was sent: worker 1 .*did not come to receive\(\) in time"):
         send_together({policy: Stamped(2), value: Stamped(2)}, timeout=0.3)
     assert fleet.stamps("policy") == fleet.stamps("env.value_net") == [1, 1, 1]
     fleet.release(1)

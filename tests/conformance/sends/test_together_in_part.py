@@ -62,7 +62,11 @@ def test_shared_memory_is_written_when_what_goes_through_the_pipe_has_arrived(fl
     nets = Stamped(0), Stamped(0, 100_000)
     send_together({policy: stamp(nets[0], 1), value: stamp(nets[1], 1)}, timeout=60)
     fleet.workers[1].call(peers.stop_when_prepared)
-    with naming(AckTimeout, [1], match="worker 1 did not take all of 'env.value_net' from the pipe"):
+    with naming(
+        AckTimeout,
+        [1],
+        match=r"worker 1 \(pid \d+\) did not take all of 'env.value_net' from the pipe in time; stopped: worker 1",
+    ):
         send_together({policy: stamp(nets[0], 2), value: stamp(nets[1], 2)}, timeout=1.0)
     os.kill(fleet.workers[1].pid, signal.SIGCONT)
     time.sleep(0.8)  # the worker's patience is half a second
