@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 import shmsync
+from support.devices.simulated import on_host
 from support.processes import descriptors
 from support.storms.board import COMPUTING, EXEC, EXIT, FORK, IDLE, NOTHING, REFUSED, STOP, STRIDE, Board
 from support.storms.fleets import timed
@@ -220,8 +221,8 @@ class ReaderEnd:
             weights = section.weights
             arrays = self._arrays.get(id(weights))
             if arrays is None or arrays[0] is not weights:
-                leaves = [weights["leaves", str(index)].numpy() for index in range(4)]
-                arrays = self._arrays[id(weights)] = (weights, weights["number"].numpy(), leaves)
+                leaves = [on_host(weights["leaves", str(index)]).numpy() for index in range(4)]
+                arrays = self._arrays[id(weights)] = (weights, on_host(weights["number"]).numpy(), leaves)
             number = int(arrays[1][0])
             seen = [float(array[place]) for array, place in zip(arrays[2], GLANCE, strict=True)]
         if section.torn:  # so it says, when it is optimistic
