@@ -19,8 +19,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
-#include <string>
 #include <tuple>
 #include <vector>
 
@@ -173,9 +171,12 @@ at::Tensor wrap(int64_t address, int64_t size, int64_t index) {
                        at::TensorOptions().dtype(at::kByte).device(device), device);
 }
 
-// The same memory, as a tensor of the host's. It keeps nothing: what a stream still has to copy may be freed before.
+// The same memory, as a tensor of the host's. It keeps an arena's pages mapped. Memory of the allocator it does not keep:
+// what a stream still has to copy may be freed, and used again, before.
 at::Tensor on_host(const at::Tensor& tensor) {
-  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), [](void*) {},
+  const bool pooled = tensor.storage().data_ptr().get_deleter() == &release;
+  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
+                       [kept = pooled ? at::Tensor() : tensor](void*) {},
                        at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU), at::Device(at::kCPU));
 }
 
@@ -240,9 +241,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
 }
 
-// An operator whose tensors lie in several places is refused, as CUDA does it; but tests may compare with the host.
+// An operator whose tensors lie in several places is refused, as CUDA does it; but tests may ask torch.equal().
 void refuse_several_places(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
-  static const std::set<std::string> compare{"aten::equal", "aten::eq", "aten::isclose", "aten::allclose"};
   std::optional<c10::Device> place;
   const auto look = [&](const at::Tensor& tensor) {
     if (!tensor.defined() || (tensor.dim() == 0 && tensor.is_cpu())) return;
@@ -250,7 +250,7 @@ void refuse_several_places(const c10::OperatorHandle& op, const torch::jit::Stac
                 " found ", *place, " and ", tensor.device());
     place = tensor.device();
   };
-  if (compare.count(op.schema().name()) != 0) return;
+  if (op.schema().name() == "aten::equal") return;
   for (const c10::IValue& each : torch::jit::last(stack, op.schema().arguments().size())) {
     if (each.isTensor()) look(each.toTensor());
     if (each.isTensorList())
