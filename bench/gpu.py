@@ -68,7 +68,7 @@ def samples_of(rounds: int, work: Callable[[], object]) -> list[float]:
 
 
 def follow(handle: Any, index: int, answers: Any) -> None:
-    """A worker: moves to each version, looks at all of it, and says so, and how long its thread stood still."""
+    """A worker: moves to each version, and reports whether it was whole and how long its thread stood still."""
     with shmsync.Subscriber(handle, worker=index, timeout=120.0) as sub:
         version = 1
         answers.put((index, version, 0.0, True))

@@ -10,6 +10,7 @@ the others as they are. shmsync must be installed.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import os
@@ -98,7 +99,7 @@ def another_process_reads(machine: Machine) -> Any:
     return {"read": found, "right": found == 3.0}
 
 
-def _publish_for_ever(name: str, small: bool, answers: Any) -> None:
+def _publish_and_wait(name: str, small: bool, answers: Any) -> None:
     machine = Machine(name, small)
     with Publisher(machine.model(4, 5.0), device=machine.device, timeout=30.0) as pub:
         pub.publish(wait=[])
@@ -109,7 +110,7 @@ def _publish_for_ever(name: str, small: bool, answers: Any) -> None:
 def the_exporter_is_killed(machine: Machine) -> Any:
     """What a process that has the memory open finds in it after its owner was killed. CUDA does not say."""
     answers = CONTEXT.Queue()
-    process = CONTEXT.Process(target=_publish_for_ever, args=(str(machine.device), machine.small, answers))
+    process = CONTEXT.Process(target=_publish_and_wait, args=(str(machine.device), machine.small, answers))
     process.start()
     with Subscriber(answers.get(timeout=60), timeout=5.0) as sub:
         weights = sub.snapshot().weights
@@ -182,8 +183,8 @@ def bandwidth(machine: Machine) -> Any:
 
         size = sum(tensor.nbytes for tensor in source)
         found[f"{leaves}, a loop of copies"] = size / machine.seconds(loop) / 1e9
-        both = lambda target=target, source=source: torch._foreach_copy_(target, source)  # noqa: E731
-        found[f"{leaves}, foreach"] = size / machine.seconds(both) / 1e9
+        together = functools.partial(torch._foreach_copy_, target, source)
+        found[f"{leaves}, foreach"] = size / machine.seconds(together) / 1e9
         named = {f"w{number}": tensor for number, tensor in enumerate(source)}
         with Publisher(named, slots=2, device=machine.device, timeout=60.0) as pub:
             found[f"{leaves}, publish"] = size / machine.seconds(lambda pub=pub: pub.publish(wait=[])) / 1e9

@@ -17,7 +17,7 @@ import torch
 
 from ... import _native
 from ...errors import DeviceBusy, DeviceFailed, ProtocolError, ShmSyncError
-from ...memory.devices import Device, OnDevice, Piece, Stream
+from ...memory.devices import OnDevice, Piece, Stream
 from ...memory.manifest import Manifest
 from ...memory.system.exiting import stay_if_exiting
 from ..copy.copy_plan import CopyPlan
@@ -47,9 +47,8 @@ class DeviceWrites(HostWrites):
         self._commit: _native.HostCall | None = None
         self._asked = False  # for copies since the last version that was published; before a write: by one given up
         self._number = 0  # the version that is under way
-        self._sources: Sequence[
-            torch.UntypedStorage
-        ] = ()  # kept until settle() or take_back(), where after= is an event
+        # Kept until settle() or take_back(), where after= is an event.
+        self._sources: Sequence[torch.UntypedStorage] = ()
 
     @property
     def under_way(self) -> bool:
@@ -88,13 +87,13 @@ class DeviceWrites(HostWrites):
         self._asked = False
         return True
 
-    def order(self, devices: Sequence[Device], after: object, deadline: float) -> None:
+    def order(self, plan: CopyPlan, after: object, deadline: float) -> None:
         """As in HostWrites, but the current streams wait. Raises TypeError for what is no stream or event."""
         if after is not None:
             self._refuse_capture(self._device.current())
             made_by = self._device.as_stream(after)
             self._refuse_capture(made_by)
-            for device in {each.name: each for each in (self._device, *devices)}.values():
+            for device in dict.fromkeys((self._device, *plan.conversions.devices)):
                 device.follow(device.current(), made_by)
 
     def ready(self, deadline: float) -> None:
@@ -132,7 +131,7 @@ class DeviceWrites(HostWrites):
             aside = self._staging.data_ptr()
             plan.aside(self._staging)
             self._device.copy(mine, [(address + at, aside + at, size) for at, size in staged])
-        # Whoever made the weights may change them, or use their memory again, once they are copied.
+        # The stream that made the weights may change them, or use their memory again, once they are copied.
         if after is not None and not self._device.follow(self._device.as_stream(after), mine):
             self._sources = [source.untyped_storage() for source in plan.conversions.sources]
 

@@ -6,7 +6,6 @@ DeviceWrites (device_writes.py) has the same methods for slots on a device, wher
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 from ... import _native
 from ...errors import DeviceBusy
@@ -60,12 +59,13 @@ class HostWrites:
         """
         return False
 
-    def order(self, devices: Sequence[Device], after: object, deadline: float) -> None:
-        """See that what lies on these devices is made before it is copied. `after`: as in publish().
+    def order(self, plan: CopyPlan, after: object, deadline: float) -> None:
+        """See that what the plan copies from devices is made before it is copied. `after`: as in publish().
 
         The calling thread copies, so it waits for its own streams, and for `after`. Raises ValueError for `after`
         without devices, TypeError where it is none of theirs; DeviceBusy, DeviceFailed.
         """
+        devices = plan.conversions.devices
         if after is not None:
             if not devices:
                 raise ValueError(
@@ -105,7 +105,7 @@ class HostWrites:
         """An update() is open: its body writes into the slot, by the calling thread's current stream."""
 
     def finish(self, deadline: float) -> None:
-        """Wait until all that was written is there, what the calling thread's stream does to it too.
+        """Wait until everything that was written is there, what the calling thread's stream does to it too.
 
         Raises DeviceBusy at the deadline, DeviceFailed.
         """

@@ -22,7 +22,7 @@ def publish_plan(
     if acks is not None:
         side.refuse_wait(acks)
     if not plan.conversions.none or after is not None:
-        side.writes.order(plan.conversions.devices, after, deadline)
+        side.writes.order(plan, after, deadline)
         plan.conversions.stage()
     started = time.perf_counter()
     try:
@@ -44,7 +44,7 @@ def publish_plans(plans: Sequence[tuple[WriteSide, CopyPlan]], version: int | No
     """Carry out each plan in its arena: all of the versions become visible, or none does. Waits for no acks."""
     for side, plan in plans:
         if not plan.conversions.none:
-            side.writes.order(plan.conversions.devices, None, deadline)
+            side.writes.order(plan, None, deadline)
             plan.conversions.stage()
     try:
         begin_all([side for side, _ in plans], deadline, version)

@@ -14,7 +14,7 @@ from torchrl.weight_update.utils import _resolve_model
 
 from ....engine.source.strategy import WeightStrategy
 from ....errors import ManifestMismatch
-from ....schemes.arenas.worker_devices import HOST, device_of_arena
+from ....schemes.arenas.worker_devices import device_of_arena
 from .own_weights import tensors_of
 
 
@@ -137,7 +137,7 @@ def _place(source: Any) -> str:
     """The default device of an arena of these weights."""
     places = {str(tensor.device) for tensor in tensors_of(source) if not is_lazy(tensor) and tensor.numel()}
     (place,) = places if len(places) == 1 else {"cpu"}
-    return HOST if place == "meta" else device_of_arena(place)
+    return device_of_arena(place)
 
 
 def _alone(names: list[str], name: str) -> None:

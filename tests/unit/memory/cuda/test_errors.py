@@ -49,7 +49,7 @@ def test_a_gpu_that_is_not_visible_is_named(process):
         visible.holder(b"\0" * 96, "weights")
 
 
-def test_a_forked_child_finds_its_gpus_anew(process, monkeypatch):
+def test_a_forked_child_finds_its_gpus_again(process, monkeypatch):
     process(World())
     of_the_parent, generation = visible.device(0), _native.fork_generation()
     assert visible.device(0) is of_the_parent
@@ -168,8 +168,8 @@ def test_an_error_at_any_call_is_typed_and_leaks_nothing():
             name = after[0]
             tried.add(name)
             if name in GIVE_BACK or (name == "relax" and GIVE_BACK & set(after[1:2])):
-                continue  # there is nobody to tell
-            assert failed is not None, f"{name} failed with {code}, and nobody said so"
+                continue  # no caller is left to tell
+            assert failed is not None, f"{name} failed with {code}, and no error was raised"
             assert calls.last_error == 0, f"{name} leaves its error to torch"
             probe = max(0, calls.names().count("cudaStreamCreateWithFlags") - 2)  # of check(); the device keeps it
             assert calls.left()["streams"] <= probe, f"after {name} failed with {code}"

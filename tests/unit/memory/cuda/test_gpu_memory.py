@@ -62,10 +62,10 @@ def test_memory_is_mapped_once_in_a_process_and_unmapped_with_the_last_tensor():
     del view
     assert left(worker) == {}
     assert not worker._blocks._open
-    assert worker.open(handle, 100).nbytes() == 100  # and anew
+    assert worker.open(handle, 100).nbytes() == 100  # and mapped again
 
 
-def test_memory_whose_last_user_is_collected_in_the_middle_of_the_next_opening_is_mapped_anew():
+def test_memory_whose_last_user_is_collected_in_the_middle_of_the_next_opening_is_mapped_again():
     closed, users = [], []
     blocks = Blocks(closed.append)
 
