@@ -20,6 +20,7 @@ SECTIONS = {
     "calls": Section("single calls of the engine", "sections.calls", 14),
     "readers": Section("waking readers, and waiting for them", "sections.readers", 22),
     "learner": Section("a learner beside busy workers", "sections.learner", 18),
+    "arenas": Section("one more arena", "sections.arenas", 14),
     "copy": Section("copies", "sections.copying", 40),
     "sources": Section("other sources, many leaves, parts of the weights", "sections.sources", 42),
     "lock": Section("beside share_memory() and a lock", "sections.lock", 16),

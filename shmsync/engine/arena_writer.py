@@ -83,7 +83,7 @@ class ArenaWriter:
         watch_exit()
         copy_by_value()
         self._closing: list[bool] = []  # filled by close(), which holds the writer's lock itself
-        self._finalizer = util.Finalize(self, _clean_up, (self._created.fd, self.side, self._closing), exitpriority=20)
+        self._finalizer = util.Finalize(self, _clean_up, (self._created, self.side, self._closing), exitpriority=20)
 
     def open(self, first_version: int = 1) -> None:
         """Publish the first version, under this number, and let readers attach."""
@@ -297,14 +297,15 @@ def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes, checksum: bool
     return tensors, Manifest.of(tensors, dtypes=dtypes, filtered=filter.filters, checksum=checksum, unsaved=unsaved)
 
 
-def _clean_up(fd: int, side: WriteSide, closing: list[bool]) -> None:
+def _clean_up(created: segment.Created, side: WriteSide, closing: list[bool]) -> None:
     """End the arena. Holds no ArenaWriter, so that it can run when that is collected, and at exit."""
     try:
         if not exiting():  # of a publisher that was collected
             side.restore_adopted()
     finally:
         side.end()
-        segment.withdraw(side.name, fd)
+        created.unlock()
+        segment.withdraw(side.name, created.inode)
         side.peers.close()
     if closing or not exiting():  # else a daemon thread may still copy, and the memory goes with the process anyway
         side.arena.release()

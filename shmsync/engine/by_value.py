@@ -193,13 +193,26 @@ def _reduced(tensor: torch.Tensor, reduce: Callable[[Any], Any]) -> Any:
     made, taken = found
     vars(made).update(vars(tensor))
     reduced = reduce(made)
-    popen = get_spawning_popen()
-    if popen is not None:  # it passes the number of the copy's descriptor on when all is pickled
-        vars(popen).setdefault("_shmsync_copies", []).append(made)
+    _keep(made)
     if taken is not None:
         for carrier in _carriers(reduced[1]):
             weakref.finalize(carrier, _let_go, taken).atexit = False
     return reduced
+
+
+def _reduced_storage(storage: torch.UntypedStorage, reduce: Callable[[Any], Any]) -> Any:
+    if storage.device.type != "cpu" or not slab.is_mapped(storage.data_ptr()):
+        return reduce(storage)
+    made = storage.clone()
+    _keep(made)
+    return reduce(made)
+
+
+def _keep(made: torch.Tensor | torch.UntypedStorage) -> None:
+    """Until a process is started: the number of the copy's descriptor is passed on when all is pickled."""
+    popen = get_spawning_popen()
+    if popen is not None:
+        vars(popen).setdefault("_shmsync_copies", []).append(made)
 
 
 def _let_go(taken: Taken) -> None:
@@ -259,6 +272,8 @@ def copy_by_value() -> None:
         copyreg.pickle(kind, functools.partial(_reduced, reduce=usual))
         sent = ForkingPickler._extra_reducers[kind]  # type: ignore[attr-defined]
         ForkingPickler.register(kind, functools.partial(_reduced, reduce=sent))
+    sent = ForkingPickler._extra_reducers[torch.UntypedStorage]  # type: ignore[attr-defined]
+    ForkingPickler.register(torch.UntypedStorage, functools.partial(_reduced_storage, reduce=sent))
 
 
 def _as_torch(tensor: torch.Tensor) -> Any:

@@ -23,7 +23,7 @@ from .devices import Device, OnDevice, has_address
 from .manifest import Key, Leaf, Manifest, fingerprint, tree
 from .slab import slab
 from .slab.slab import Slab
-from .system.calls import refusals
+from .system.calls import close, refusals
 from .system.process import me
 from .system.when_imported import when_imported
 from .torch_modes import plainly, run_plainly
@@ -183,10 +183,10 @@ class Arena:
 
     def release(self) -> None:
         """Drop what this object holds; the mappings live until the last tensor over them dies."""
-        if self._slab is not None:
-            if self.on_device is not None:
-                lent.free(self.on_device, self.control)
-            slab.release(self._slab)
+        if self._slab is not None and self.on_device is not None:
+            lent.free(self.on_device, self.control)
+            if self._slab.writable is not None:
+                close(self._slab.fd)
         self._slab = None
         self._views.clear()
         self._weights.clear()
@@ -233,7 +233,7 @@ def create(
         except BaseException:
             if device is not None:
                 device.free(memory.readonly)
-            slab.release(memory)
+                close(memory.fd)
             raise
         return Arena(created.control, memory, manifest, slots, session, on_device), created
 

@@ -160,19 +160,31 @@ def read(fd: int) -> Header | None:
     return None if fields is None else Header(**fields)
 
 
-def stands_for(name: str, fd: int) -> bool:
-    """Does the name still stand for the segment behind this descriptor?"""
+class Inode(NamedTuple):
+    """Which file it is, as long as it is open or mapped."""
+
+    device: int
+    number: int
+
+
+def inode_of(fd: int) -> Inode:
+    """That of an open file."""
+    status = os.fstat(fd)
+    return Inode(status.st_dev, status.st_ino)
+
+
+def stands_for(name: str, inode: Inode) -> bool:
+    """Does the name still stand for this segment?"""
     try:
         named = os.lstat(FOLDER + PREFIX + name)
     except FileNotFoundError:
         return False
-    found = os.fstat(fd)
-    return (named.st_dev, named.st_ino) == (found.st_dev, found.st_ino)
+    return (named.st_dev, named.st_ino) == inode
 
 
-def unlink(name: str, fd: int) -> None:
+def unlink(name: str, inode: Inode) -> None:
     """Remove the name if it still stands for this segment."""
-    if stands_for(name, fd):
+    if stands_for(name, inode):
         with suppress(FileNotFoundError):
             os.unlink(FOLDER + PREFIX + name)
 

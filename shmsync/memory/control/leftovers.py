@@ -66,7 +66,7 @@ def sweep(name: str) -> int | None:
             return pid_of(header.owner) if header is not None and may_live(header) else 0
         if (owner := _live_owner(name, fd)) is not None:
             return owner
-        _header.unlink(name, fd)
+        _header.unlink(name, _header.inode_of(fd))
         _log.info("arena %r: its publisher is dead, and what it left was removed", name)
         return None
 
@@ -104,16 +104,20 @@ def sweep_some(seconds: float = _MOMENT) -> None:
     except (OSError, MemoryError):
         return
     deadline = time.monotonic() + seconds
+    living: set[int] = set()
     for name in found[start:] + found[:start]:
         if time.monotonic() > deadline:
             break
         with suppress(ShmSyncError, OSError, MemoryError):
-            if _is_left_over(name):
+            if _is_left_over(name, living):
                 sweep(name)
 
 
-def _is_left_over(name: str) -> bool:
-    """Is it of this user, and without doubt unused? sweep() looks again, under the lock."""
+def _is_left_over(name: str, living: set[int]) -> bool:
+    """Is it of this user, and without doubt unused? sweep() looks again, under the lock.
+
+    `living`: other processes that were found alive, which are not looked at again; more are added.
+    """
     with opened(name) as fd:
         if fd is None or os.fstat(fd).st_uid != os.geteuid():
             return False
@@ -122,7 +126,13 @@ def _is_left_over(name: str) -> bool:
             return False
         if header is None or not header.ready:
             return not _header.locked(fd)
-        return header.magic == _native.MAGIC and header.boot_id == me().boot_id and not may_live(header)
+        if header.magic != _native.MAGIC or header.boot_id != me().boot_id or header.owner in living:
+            return False
+        if not may_live(header):
+            return True
+        if header.owner != me().owner:
+            living.add(header.owner)
+        return False
 
 
 def may_live(header: Header) -> bool:
@@ -134,8 +144,8 @@ def may_live(header: Header) -> bool:
         return True
     if header.abi != _native.ABI:  # of its owner word we know the pid only
         return exists(pid_of(header.owner))
-    if header.owner == here.owner and _is_of_an_earlier_program(header):
-        return False
+    if header.owner == here.owner:
+        return not _is_of_an_earlier_program(header)
     return not Peer(owner=header.owner).dead
 
 

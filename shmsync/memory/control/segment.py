@@ -15,6 +15,7 @@ import warnings
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import posix_ipc
@@ -23,7 +24,21 @@ from ... import _native
 from ...errors import ArenaCorrupt, ArenaExists, ArenaNotFound, NoSpace, WriterDied
 from ..system.calls import close, patient, take_lock
 from ..system.process import Peer, me, pid_of
-from .header import FOLDER, NAME, PREFIX, Header, check_ours, check_readable, locked, opened, read, stands_for, unlink
+from .header import (
+    FOLDER,
+    NAME,
+    PREFIX,
+    Header,
+    Inode,
+    check_ours,
+    check_readable,
+    inode_of,
+    locked,
+    opened,
+    read,
+    stands_for,
+    unlink,
+)
 from .leftovers import sweep, sweep_some
 
 T = TypeVar("T")
@@ -44,11 +59,21 @@ class Handle(NamedTuple):
     session: bytes
 
 
-class Created(NamedTuple):
+@dataclass
+class Created:
     """A segment whose creator still holds its lock; no process attaches until make_ready()."""
 
     control: _native.Control
-    fd: int
+    inode: Inode
+    _fd: int  # the lock's
+
+    def unlock(self) -> None:
+        """Let others have the lock, and close its descriptor. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):  # a forked child may have the descriptor too, and then closing it is not enough
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            close(fd)
 
 
 def new_name() -> str:
@@ -81,11 +106,15 @@ def create(name: str, size: int, **header: Any) -> Created:
         try:
             # A process that took it for a leftover has the lock for a moment.
             ours = take_lock(fd, time.monotonic() + _LOCK_WAIT)
-            if ours and stands_for(name, fd):  # else a sweeper locked and removed it between our two calls
+            inode = inode_of(fd)
+            if ours and stands_for(name, inode):  # else a sweeper locked and removed it between our two calls
                 _allocate(fd, size)
-                return Created(_native.Control.create(fd=fd, **header), fd)
+                return Created(_native.Control.create(fd=fd, **header), inode, fd)
         except BaseException:
-            withdraw(name, fd)
+            try:
+                withdraw(name, inode_of(fd))
+            finally:
+                close(fd)
             raise
         close(fd)
         if not ours:  # the name is left to the holder of the lock, and to later sweeps
@@ -154,8 +183,7 @@ def _with_room_for(call: Callable[[], T]) -> T:
 def make_ready(created: Created) -> None:
     """Let subscribers attach, and release the creator's lock."""
     created.control.make_ready(zlib.crc32(created.control.identity_bytes()))
-    with suppress(OSError):  # it is ready, so no process asks for the lock
-        fcntl.flock(created.fd, fcntl.LOCK_UN)
+    created.unlock()
 
 
 def attach(
@@ -220,13 +248,13 @@ def _no_arena(name: str, session: bytes | None, waited: float) -> str:
     )
 
 
-def withdraw(name: str, fd: int) -> None:
-    """Remove the name if it still stands for this segment, and close the descriptor."""
+def withdraw(name: str, inode: Inode) -> None:
+    """Remove the name if it still stands for this segment, which is open or mapped here."""
     try:
         try:
-            unlink(name, fd)
+            unlink(name, inode)
         except OSError:
-            unlink(name, fd)  # the system had no memory for a moment, say
+            unlink(name, inode)  # the system had no memory for a moment, say
     except OSError as error:
         warnings.warn(
             f"arena {name!r} is closed, but its control segment stays in {FOLDER}: {error}; `shmsync gc` removes it "
@@ -234,8 +262,6 @@ def withdraw(name: str, fd: int) -> None:
             ResourceWarning,
             stacklevel=2,
         )
-    finally:
-        close(fd)
 
 
 def _check_header(name: str, header: Header) -> None:

@@ -6,10 +6,9 @@ the pipe need not know descriptors, and none can be lost on the way. The slab of
 carry weights beside a message: `Sealed` is written once, `Reusable` again and again.
 
 The mapping of a storage belongs to torch, so the tensors over it are real shared tensors, and it lives exactly as long
-as the last of them. For a read-only mapping torch first maps a dummy file of equal size; then the memfd is mapped over
-it, and its descriptor replaces the dummy's. This relies on two internals of torch (`_new_shared_fd_cpu`,
-`_share_fd_cpu_`), which tests/unit/memory/test_memory.py checks. Where they fail, a plain mmap is used: equally
-zero-copy and read-only, but torch does not know that the tensors are shared.
+as the last of them; it keeps no descriptor. For a read-only mapping torch first maps a dummy file of equal size; then
+the memfd is mapped over it. Where torch cannot map a file, a plain mmap is used: equally zero-copy and read-only, but
+torch does not know that the tensors are shared.
 
 Functions that call torch import it themselves: the command line takes what lies in slab.py without torch.
 
@@ -29,7 +28,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ... import _native
 from ...errors import ArenaCorrupt, NoSpace, WriterDied
@@ -259,39 +258,33 @@ def _gone(place: MemfdAt) -> WriterDied:
     )
 
 
-def torch_storage(fd: int, size: int) -> torch.UntypedStorage:
-    """A storage of torch over a mapping of `fd`; it keeps a duplicate of the descriptor."""
+def map_shared(fd: int, size: int) -> torch.UntypedStorage:
+    """A storage over a writable mapping of `fd`."""
     import torch
 
     next_free = os.dup(fd)
     close(next_free)
     try:
-        return torch.UntypedStorage._new_shared_fd_cpu(fd, size)  # type: ignore[attr-defined]
-    except RuntimeError:
-        # torch forgets its duplicate when it cannot map it. No other process has this file yet.
+        return cast("torch.UntypedStorage", torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", True, size))
+    except RuntimeError as error:  # without an errno: if the system refuses this too, it says why
+        # torch leaves the file open when it cannot map it. Nothing else of this process has this one open yet.
         with suppress(OSError):
             if os.path.sameopenfile(next_free, fd):
                 close(next_free)
-        raise
+        storage = over(mmap.mmap(fd, size))
+        log_fallback(error)
+        return storage
 
 
 def map_readonly(fd: int, size: int) -> torch.UntypedStorage:
-    """A storage over a read-only mapping of `fd`; keeps one descriptor of its own."""
+    """A storage over a read-only mapping of `fd`."""
+    dummy = os.memfd_create("shmsync-dummy", os.MFD_CLOEXEC)
     try:
-        dummy = os.memfd_create("shmsync-dummy", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(dummy, size)
-            storage = torch_storage(dummy, size)
-        finally:
-            close(dummy)
-        kept, kept_size = storage._share_fd_cpu_()
-        if kept_size != size or os.fstat(kept).st_size != size:
-            raise RuntimeError(f"torch keeps a descriptor of {kept_size} bytes for a storage of {size}")
-    except (AttributeError, RuntimeError, TypeError) as error:
-        log_fallback(error)
-        return over(mmap.mmap(fd, size, prot=mmap.PROT_READ))
+        os.ftruncate(dummy, size)
+        storage = map_shared(dummy, size)
+    finally:
+        close(dummy)
     _native.map_readonly_over(storage.data_ptr(), size, fd)
-    os.dup2(fd, kept, inheritable=False)
     return storage
 
 

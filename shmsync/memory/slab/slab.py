@@ -6,9 +6,9 @@ INV: after create() no process can map the slab writable, unprotect a mapping of
 
 from __future__ import annotations
 
-import mmap
 import os
 import weakref
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
 from ... import _native
@@ -37,9 +37,8 @@ class Slab(NamedTuple):
 
     readonly: torch.UntypedStorage
     writable: torch.UntypedStorage | None
-    fd: int  # of the publisher's storage; -1 in a subscriber
+    fd: int  # by which subscribers open it; -1 in a subscriber
     inode: int
-    owns_fd: bool = False  # made by the plain mmap: nothing else closes it
 
 
 def slab_bytes(slots: int, slot_bytes: int) -> int:
@@ -60,7 +59,8 @@ def create(slots: int, slot_bytes: int, session: bytes, name: str) -> Slab:
             "process (machine and cgroup); use fewer slots, a smaller dtype=, or exclude= what workers do not need"
         )
     fd = os.memfd_create(f"shmsync:{name}"[:_NAME_BYTES], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
+    with ExitStack() as undo:
+        undo.callback(close, fd)
         try:
             placement.allocate(fd, needed)
         except OSError as error:
@@ -70,24 +70,23 @@ def create(slots: int, slot_bytes: int, session: bytes, name: str) -> Slab:
             ) from error
         os.pwrite(fd, session, needed - STAMP_BYTES)
         memfd.add_seals(fd, memfd.SEAL_SHRINK | memfd.SEAL_GROW)
-        writable, kept_fd, owns_fd = _map_writable(fd, needed)
-        try:
-            _native.populate(writable.data_ptr(), needed)
-            memfd.add_seals(fd, memfd.SEAL_FUTURE_WRITE | memfd.SEAL_SEAL)
-            slab = Slab(memfd.map_readonly(fd, needed), writable, kept_fd, os.fstat(fd).st_ino, owns_fd)
-            # Read-only in forked children, as long as the mapping lives: tensors kept from update() outlive close().
-            address = writable.data_ptr()
-            weakref.finalize(writable, _native.unprotect_in_children, address).atexit = False
-            _native.protect_in_children(address, needed, kept_fd)
-            for storage in (slab.readonly, writable):
-                _explain_faults(storage, needed, name)
-        except BaseException:
-            if owns_fd:
-                close(kept_fd)
-            raise
+        writable = memfd.map_shared(fd, needed)
+        _native.populate(writable.data_ptr(), needed)
+        memfd.add_seals(fd, memfd.SEAL_FUTURE_WRITE | memfd.SEAL_SEAL)
+        slab = Slab(memfd.map_readonly(fd, needed), writable, fd, os.fstat(fd).st_ino)
+        # Read-only in forked children, as long as the mapping lives: tensors kept from update() outlive close().
+        address = writable.data_ptr()
+        _native.protect_in_children(address, needed, fd)
+        weakref.finalize(writable, _unprotect, address, fd).atexit = False
+        undo.pop_all()
+        for storage in (slab.readonly, writable):
+            _explain_faults(storage, needed, name)
         return slab
-    finally:
-        close(fd)
+
+
+def _unprotect(address: int, fd: int) -> None:
+    _native.unprotect_in_children(address)
+    close(fd)
 
 
 def beside(device: Device, size: int) -> Slab:
@@ -99,7 +98,7 @@ def beside(device: Device, size: int) -> Slab:
     except BaseException:
         close(fd)
         raise
-    return Slab(storage, storage, fd, inode, owns_fd=True)
+    return Slab(storage, storage, fd, inode)
 
 
 def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes, name: str) -> Slab:
@@ -155,13 +154,6 @@ def _gone(owner: int) -> WriterDied | ArenaNotFound:
     return WriterDied(f"the publisher (pid {pid_of(owner)}) is gone, and its weights with it; restart it")
 
 
-def release(slab: Slab) -> None:
-    """Close what is not memory. The memory itself is freed with the last tensor over it."""
-    if slab.owns_fd:
-        _native.unprotect_in_children(slab.writable.data_ptr() if slab.writable is not None else 0)
-        close(slab.fd)
-
-
 _mapped: dict[int, int] = {}  # where mappings of slabs of the host begin and end, those of closed arenas too
 
 
@@ -177,15 +169,3 @@ def _explain_faults(storage: torch.UntypedStorage, size: int, name: str) -> None
     _native.watch_faults(address, size, name)
     _mapped[address] = address + size
     weakref.finalize(storage, _mapped.pop, address, None).atexit = False
-
-
-def _map_writable(fd: int, size: int) -> tuple[torch.UntypedStorage, int, bool]:
-    try:
-        storage = memfd.torch_storage(fd, size)
-        kept = storage._share_fd_cpu_()[0]
-        os.set_inheritable(kept, False)  # a program that this process runs later must not hold the memory
-        return storage, kept, False
-    except (AttributeError, RuntimeError, TypeError) as error:
-        memfd.log_fallback(error)
-        mapping = mmap.mmap(fd, size)
-        return memfd.over(mapping), os.dup(fd), True

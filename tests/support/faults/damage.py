@@ -33,8 +33,8 @@ def unprotect(state):
     return result, errno.errorcode.get(ctypes.get_errno())
 
 
-def break_in(state):
-    """Try every way back to a writable slab, or to a shorter one. What each came to: an errno, or "done"."""
+def break_in(state, publisher):
+    """Try every way to a writable slab of this pid's, or to a shorter one. What each came to: an errno, or "done"."""
     libc = ctypes.CDLL(None, use_errno=True)
     results = {}
 
@@ -57,11 +57,14 @@ def break_in(state):
         finally:
             os.close(fd)
 
-    for kept in slab_fds():
-        size = os.fstat(kept).st_size
-        attempt("map its descriptor", lambda: mmap.mmap(kept, size))  # noqa: B023
+    for number in slab_fds(publisher):
+        path = f"/proc/{publisher}/fd/{number}"
+        size = os.stat(path).st_size
+        fd = os.open(path, os.O_RDONLY)
+        attempt("map what it may read", lambda: mmap.mmap(fd, size))  # noqa: B023
+        os.close(fd)
         try:
-            fd = os.open(f"/proc/self/fd/{kept}", os.O_RDWR)
+            fd = os.open(path, os.O_RDWR)
         except OSError as error:
             results["open it writable"] = errno.errorcode[error.errno]
             continue

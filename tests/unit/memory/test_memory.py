@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
@@ -15,7 +16,7 @@ from shmsync.memory.slab import available as _memory
 from shmsync.memory.slab import memfd
 from shmsync.memory.slab import slab as _slab
 from support.faults.forged import write
-from support.processes import segment_path
+from support.processes import descriptors, segment_path
 
 
 def test_too_little_memory_is_refused_beforehand(monkeypatch):
@@ -54,28 +55,34 @@ def test_no_limit_means_the_machine(tmp_path):
     assert _memory.available_bytes(proc=proc, root=tmp_path) > 1 << 20
 
 
-def test_the_slab_is_one_real_shared_storage_with_one_descriptor(publisher, subscriber):
-    """The internals of torch that memfd.py leans on."""
-    pub = publisher({str(i): torch.ones(4) for i in range(50)})
-    before = set(os.listdir("/proc/self/fd"))
+def test_the_slab_is_one_storage_that_torch_knows_to_be_shared(publisher, subscriber):
+    sub = subscriber(publisher({str(i): torch.ones(4) for i in range(50)}))
+    leaves = list(sub.weights.values(True, True))
+    assert len({leaf.untyped_storage().data_ptr() for leaf in leaves}) == 1
+    assert all(leaf.is_shared() for leaf in leaves)
+
+
+def test_an_arena_has_one_descriptor_in_its_publisher_and_none_in_a_subscriber(publisher, subscriber):
+    before = descriptors()
+    pub = publisher({str(i): torch.ones(4) for i in range(50)}, slots=2)
+    (fd,) = set(descriptors().items()) - set(before.items())
+    assert fd[1] == f"/memfd:shmsync:{pub.name} (deleted)"
+    with_pub = descriptors()
     sub = subscriber(pub)
-    storages = {value.untyped_storage().data_ptr() for value in sub.weights.values(True, True)}
-    assert len(storages) == 1
-    storage = sub.weights["0"].untyped_storage()
-    fd, size = storage._share_fd_cpu_()
-    assert os.fstat(fd).st_size == size
-    assert os.readlink(f"/proc/self/fd/{fd}") == f"/memfd:shmsync:{pub.name} (deleted)"
-    opened = set(os.listdir("/proc/self/fd")) - before
-    targets = [os.readlink(f"/proc/self/fd/{f}") for f in opened if os.path.lexists(f"/proc/self/fd/{f}")]
-    memfds = [target for target in targets if "memfd" in target]
-    assert len(memfds) == 1
+    pub.publish()
+    assert sub.refresh()
+    assert descriptors() == with_pub
+    sub.close()
+    pub.close()
+    gc.collect()
+    assert descriptors() == before
 
 
-def test_a_torch_without_those_internals_gets_a_plain_mapping(both, monkeypatch, caplog):
+def test_without_torchs_shared_storages_a_plain_mapping_serves(both, monkeypatch, caplog):
     def refuse(*_):
         raise RuntimeError("not in this torch")
 
-    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_fd_cpu", refuse)
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", refuse)
     monkeypatch.setattr(memfd, "_fallback_logged", False)
     with caplog.at_level(logging.WARNING, logger="shmsync"):
         pub, sub = both({"t": torch.ones(4)})

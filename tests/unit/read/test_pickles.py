@@ -252,3 +252,14 @@ def test_other_tensors_are_left_to_torch(publisher):
     assert shared.tolist()[:2] == [0, 0]  # as torch does it
     both = copy.deepcopy([first, shared])
     assert both[0].data_ptr() == both[1].data_ptr()
+
+
+def test_a_storage_in_a_queue_is_a_private_copy(publisher, subscriber):
+    pub = publisher({"w": torch.ones(4)})
+    storage = subscriber(pub).weights["w"].untyped_storage()
+    sent = pickle.loads(bytes(ForkingPickler.dumps(storage)))
+    pub.publish({"w": torch.zeros(4)})
+    found = torch.empty(0).set_(sent, 0, (4,))
+    assert found.tolist() == [1] * 4
+    found.fill_(2)
+    assert storage.nbytes() == sent.nbytes() and pub.weights["w"].tolist() == [0] * 4
