@@ -22,7 +22,7 @@ namespace {
 // INV: `thread_` is set only by a thread that is in sections of all readers.
 class Cover {
  public:
-  void set(nb::list readers, bool plain, bool clones) {
+  void set_readers(nb::list readers, bool plain, bool clones) {
     std::vector<Covered> next;
     for (nb::handle reader : readers) next.push_back({nb::borrow(reader), nb::cast<Reader*>(reader)});
     readers_ = std::make_shared<const std::vector<Covered>>(std::move(next));
@@ -32,7 +32,7 @@ class Cover {
   }
 
   // Calls that are not nested take this lock first, and those of `inners` (addresses) begin a flight.
-  void around(nb::object model_lock, nb::object flight, std::vector<std::uintptr_t> inners) {
+  void set_model_lock(nb::object model_lock, nb::object flight, std::vector<std::uintptr_t> inners) {
     model_lock_ = nb::cast<ModelLock*>(model_lock);
     flight_ = nb::cast<Flight*>(flight);
     owners_ = {std::move(model_lock), std::move(flight)};
@@ -49,7 +49,7 @@ class Cover {
     }
     if (!plain_)
       return call_method(self, "_repeat", inner, args, kwargs.is_valid() ? nb::borrow(kwargs) : nb::object(nb::dict()));
-    if (!looked && grad_enabled()) call_method(self, "_look");
+    if (!gradients_checked && grad_enabled()) call_method(self, "_look");
     if (model_lock_ == nullptr) return in_sections(self, inner, args, kwargs);
     const auto [held, flown] = owners_;  // the cover may get others meanwhile
     ModelLock& model_lock = *model_lock_;
@@ -92,7 +92,7 @@ class Cover {
     return nb::steal(result);
   }
 
-  bool looked = false;
+  bool gradients_checked = false;
 
  private:
   struct Covered {
@@ -346,7 +346,7 @@ void bind_cover(nb::module_& m) {
       .def(
           "__exit__", [](nb::handle self, nb::args) { nb::inst_ptr<ModelLock>(self)->leave(self); },
           nb::sig("def __exit__(self, *args: object) -> None"))
-      .def_rw("_asked", &ModelLock::asked);
+      .def_rw("has_work", &ModelLock::has_work);
 
   nb::class_<Flight>(m, "Flight", "Has a call of a policy begun whose consequences are not done?")
       .def(nb::init<>())
@@ -355,10 +355,10 @@ void bind_cover(nb::module_& m) {
 
   nb::class_<Cover>(m, "Cover", "The sections that cover each call of a bound module.", nb::is_weak_referenceable())
       .def(nb::init<>())
-      .def("_set", &Cover::set, "readers"_a, "plain"_a, "clones"_a,
-           nb::sig("def _set(self, readers: list, plain: bool, clones: bool) -> None"))
-      .def("_around", &Cover::around, "model_lock"_a, "flight"_a, "inners"_a,
-           nb::sig("def _around(self, model_lock: ModelLock, flight: Flight, inners: list[int]) -> None"))
+      .def("set_readers", &Cover::set_readers, "readers"_a, "plain"_a, "clones"_a,
+           nb::sig("def set_readers(self, readers: list, plain: bool, clones: bool) -> None"))
+      .def("set_model_lock", &Cover::set_model_lock, "model_lock"_a, "flight"_a, "inners"_a,
+           nb::sig("def set_model_lock(self, model_lock: ModelLock, flight: Flight, inners: list[int]) -> None"))
       .def(
           "run",
           [](nb::handle self, nb::handle inner, nb::handle args, nb::handle kwargs) {
@@ -368,23 +368,23 @@ void bind_cover(nb::module_& m) {
           nb::sig("def run(self, inner: typing.Any, args: tuple, kwargs: dict) -> typing.Any"),
           "inner(*args, **kwargs) inside the sections; at once if this thread is in such a call already.")
       .def(
-          "_run_inside",
+          "run_inside",
           [](nb::handle self, nb::handle inner, nb::handle args, nb::handle kwargs) {
             return nb::inst_ptr<Cover>(self)->run_inside(self, inner, args, kwargs);
           },
           "inner"_a, "args"_a, "kwargs"_a,
-          nb::sig("def _run_inside(self, inner: typing.Any, args: tuple, kwargs: dict) -> typing.Any"))
+          nb::sig("def run_inside(self, inner: typing.Any, args: tuple, kwargs: dict) -> typing.Any"))
       .def_prop_ro("running", &Cover::running, nb::sig("def running(self) -> typing.Any"),
                    "What the innermost guard of this thread calls.")
       .def_prop_ro("inside", &Cover::inside, "Does the calling thread run a covered call?")
       .def("aliases", &Cover::aliases, "tensor"_a, "Does the tensor start in a slab of these readers?")
-      .def_rw("_looked", &Cover::looked);
+      .def_rw("gradients_checked", &Cover::gradients_checked);
 
   nb::class_<NativeGuard>(m, "Guard", "Called in place of a method: inner(*args, **kwargs) as Cover.run() does it.",
                           nb::type_slots(guard_slots), nb::is_weak_referenceable())
       .def(nb::init<>())
       .def(
-          "_set",
+          "set_target",
           [](NativeGuard& g, nb::object inner, nb::object cover, bool generates, bool asks) {
             nb::cast<Cover*>(cover);  // TypeError for anything else
             g.inner = std::move(inner);
@@ -393,7 +393,7 @@ void bind_cover(nb::module_& m) {
             g.asks = asks;
           },
           "inner"_a, "cover"_a, "generates"_a, "asks"_a,
-          nb::sig("def _set(self, inner: typing.Any, cover: Cover, generates: bool, asks: bool) -> None"));
+          nb::sig("def set_target(self, inner: typing.Any, cover: Cover, generates: bool, asks: bool) -> None"));
 }
 
 }  // namespace shmsync::bind

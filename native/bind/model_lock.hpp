@@ -29,10 +29,10 @@ class ModelLock {
     if (!lock_.mine()) raise("ProtocolError", "this thread does not have the model lock; enter it first");
     const bool outermost = lock_.holds() == 1;
     lock_.unlock();
-    if (outermost && asked) call_method(self, "_ring");
+    if (outermost && has_work) call_method(self, "_ring");
   }
 
-  bool asked = false;  // a thread has left work
+  bool has_work = false;  // a thread has left some
 
  private:
   SectionLock lock_;

@@ -16,7 +16,7 @@ using namespace nb::literals;
 namespace shmsync::bind {
 namespace {
 
-// `with reader._exclusive():` holds the lock without opening a section.
+// `with reader.hold_lock():` holds the lock without opening a section.
 class Exclusive {
  public:
   Exclusive(nb::object owner, nb::object timeout)
@@ -33,7 +33,7 @@ class Exclusive {
   nb::object timeout_;
 };
 
-// `with reader._closing():` holds the lock for close().
+// `with reader.hold_lock_to_close():` holds the lock for close().
 class Closing {
  public:
   explicit Closing(nb::object owner) : owner_(std::move(owner)), reader_(nb::cast<Reader*>(owner_)) {}
@@ -83,7 +83,7 @@ class Section {
     reader_->leave(owner_, true);
   }
   // For a generator, whose steps may run in any thread: what this one computes is of the section's version too.
-  void used_again() const {
+  void use_again() const {
     if (entered_ > 0) reader_->thread_versions.use(version);
   }
   nb::object weights() const {
@@ -232,8 +232,6 @@ void bind_reader(nb::module_& m) {
            "Weights on a device: keep this version until this stream, or event, has done what it has to do when the\n"
            "section is left. For kernels on other streams than the current one; in host memory it does nothing.\n\n"
            "Raises ProtocolError outside of the section, TypeError for what is no stream or event of the device.")
-      .def("_give_up", &Section::give_up)
-      .def("_used_again", &Section::used_again)
       .def_ro("version", &Section::version, "The version used inside.")
       .def_ro("torn", &Section::torn, "After exit: did the weights change meanwhile? Always False when pinned.")
       .def_prop_ro("weights", &Section::weights, nb::sig("def weights(self) -> tensordict.TensorDictBase"),
@@ -242,6 +240,11 @@ void bind_reader(nb::module_& m) {
       .def("numpy", &Section::numpy, nb::sig("def numpy(self) -> dict[str, Any]"),
            "The weights by dotted key as read-only numpy arrays, zero-copy; protected only inside the section.\n\n"
            "Raises ProtocolError for weights on a device, and for a dtype that numpy lacks, such as bfloat16.");
+
+  // Of no use to users, so they are no methods of a section.
+  m.def("give_up_section", &Section::give_up, "section"_a, "Leave a section, in whatever thread this is.");
+  m.def("use_section_again", &Section::use_again, "section"_a,
+        "What the calling thread computes now is of this section's version.");
 
   nb::class_<Exclusive>(m, "Exclusive", "Holds a Subscriber's re-entrant lock.")
       .def("__enter__", [](Exclusive& e) { e.enter(); })
@@ -266,116 +269,129 @@ void bind_reader(nb::module_& m) {
            nb::sig("def __init__(self, control: Control, row: int, me: int, consistency: Consistency, "
                    "reads: DeviceReads | None = None) -> None"))
       .def(
-          "_exclusive",
+          "hold_lock",
           [](nb::handle self, nb::object timeout) { return Exclusive(nb::borrow(self), std::move(timeout)); },
-          "timeout"_a = nb::none(), nb::sig("def _exclusive(self, timeout: float | None = None) -> Exclusive"))
+          "timeout"_a = nb::none(), nb::sig("def hold_lock(self, timeout: float | None = None) -> Exclusive"))
       .def(
-          "_closing", [](nb::handle self) { return Closing(nb::borrow(self)); },
-          nb::sig("def _closing(self) -> Closing"))
-      .def_prop_ro("_ending", [](const Reader& r) { return r.closing > 0 || r.closed; })
+          "hold_lock_to_close", [](nb::handle self) { return Closing(nb::borrow(self)); },
+          nb::sig("def hold_lock_to_close(self) -> Closing"))
+      .def_prop_ro("closing_or_closed", [](const Reader& r) { return r.closing > 0 || r.closed; })
       .def(
-          "_use",
+          "move_to_arena",
           [](Reader& r, nb::object control, std::uint32_t row, std::uint64_t me, const RowReads* reads) {
             r.use(std::move(control), row, me, reads);
           },
           "control"_a, "row"_a, "me"_a, "reads"_a = nb::none(),
-          nb::sig("def _use(self, control: Control, row: int, me: int, reads: DeviceReads | None = None) -> None"))
-      .def_rw("_follows", &Reader::follows)
-      .def_rw("_copies_apart", &Reader::copies_apart)
-      .def_rw("_lost", &Reader::lost)
+          nb::sig(
+              "def move_to_arena(self, control: Control, row: int, me: int, reads: DeviceReads | None = None) -> None"))
+      .def_rw("follows", &Reader::follows, "Does it look for a publisher that was started again?")
+      .def_rw("copies_apart", &Reader::copies_apart,
+              "Do private copies lie on a device that the arena does not lie on?")
+      .def_rw("publisher_lost", &Reader::publisher_lost, "It follows, and its publisher is gone.")
       .def(
-          "_try_enter",
+          "try_enter",
           [](Reader& r, bool pinned) { return pinned ? r.side->try_enter(Consistency::pinned) : r.side->try_enter(); },
           "pinned"_a)
-      .def_prop_ro("_shown_slot", [](const Reader& r) { return r.side->shown_slot(); })
-      .def("_enter_final", [](Reader& r) { return r.side->final(); })
-      .def("_applied", &Reader::applied)
       .def_prop_ro(
-          "_version", [](const Reader& r) { return r.thread_versions.applied(); }, "The applied one.")
+          "latest_slot", [](const Reader& r) { return r.side->shown_slot(); },
+          "That of `latest`, whether it is there or not.")
+      .def(
+          "enter_after_death", [](Reader& r) { return r.side->final(); },
+          "Enter, or tell that it is poisoned, once the writer is known to be dead.")
+      .def("ack_held", &Reader::applied, "The views show the held version: ack it.")
       .def_prop_ro(
-          "_used_version", [](const Reader& r) { return r.thread_versions.version(); },
+          "applied_version", [](const Reader& r) { return r.thread_versions.applied(); },
+          "The version that the views show.")
+      .def_prop_ro(
+          "used_version", [](const Reader& r) { return r.thread_versions.version(); },
           "What the calling thread has used last; the applied one if it has used none.")
       .def_prop_ro(
-          "_used_session",
+          "used_session",
           [](const Reader& r) {
             return nb::bytes(r.thread_versions.session().data(), r.thread_versions.session().size());
           },
-          nb::sig("def _used_session(self) -> bytes"), "The session of _used_version.")
+          nb::sig("def used_session(self) -> bytes"), "The session of used_version.")
       .def_prop_ro(
-          "_session",
+          "session",
           [](const Reader& r) { return nb::bytes(r.thread_versions.reads().data(), r.thread_versions.reads().size()); },
-          nb::sig("def _session(self) -> bytes"), "The session of the arena that is read.")
-      .def_prop_ro("_has_used", [](const Reader& r) { return r.thread_versions.has_used(); })
+          nb::sig("def session(self) -> bytes"), "The session of the arena that is read.")
+      .def_prop_ro("has_used_version", [](const Reader& r) { return r.thread_versions.has_used(); })
       .def(
-          "_use_applied", [](Reader& r) { r.thread_versions.use(r.thread_versions.applied()); },
+          "use_applied_version", [](Reader& r) { r.thread_versions.use(r.thread_versions.applied()); },
           "As refresh(), but nothing is applied.")
-      .def("_forget_use", [](Reader& r) { r.thread_versions.forget(); })
-      .def("_forget", [](Reader& r) { r.side->forget(); })
+      .def("forget_used_version", [](Reader& r) { r.thread_versions.forget(); })
       .def(
-          "_abandon", [](nb::handle self) { return nb::inst_ptr<Reader>(self)->abandon(self); },
-          nb::sig("def _abandon(self) -> bool"))
+          "forget_applied", [](Reader& r) { r.side->forget(); },
+          "What was applied may be torn: the next entry moves again.")
       .def(
-          "_give_up_entry", [](nb::handle self) { nb::inst_ptr<Reader>(self)->give_up_entry(self); },
-          nb::sig("def _give_up_entry(self) -> None"))
+          "leave_held", [](nb::handle self) { return nb::inst_ptr<Reader>(self)->abandon(self); },
+          nb::sig("def leave_held(self) -> bool"), "Leave what a hook has entered; True if it was torn.")
       .def(
-          "_wait",
+          "drop_pin", [](nb::handle self) { nb::inst_ptr<Reader>(self)->give_up_entry(self); },
+          nb::sig("def drop_pin(self) -> None"), "Give up a pin that became no section.")
+      .def(
+          "wait_at_gate",
           [](Reader& r, std::int64_t timeout_ns) {
             const WithoutGil released;
             return r.side->wait(Nanoseconds(timeout_ns));
           },
           "timeout_ns"_a)
       .def(
-          "_wait_version",
+          "wait_version_slice",
           [](const Reader& r, std::uint64_t version, std::int64_t timeout_ns, std::int64_t spin_ns) {
             return r.wait_version(version, timeout_ns, spin_ns);
           },
           "version"_a, "timeout_ns"_a, "spin_ns"_a = 0)
-      .def("_check", &Reader::check)
-      .def("_count_retry", [](Reader& r) { r.side->count_retry(); })
+      .def("check_open", &Reader::check, "Raise if it is closed, or the parent's after a fork.")
+      .def("count_retry", [](Reader& r) { r.side->count_retry(); })
       .def(
-          "_aliases", [](const Reader& r, nb::handle tensor) { return r.memory.aliases(tensor); }, "tensor"_a)
+          "aliases", [](const Reader& r, nb::handle tensor) { return r.memory.aliases(tensor); }, "tensor"_a)
       .def(
-          "_set_slab", [](Reader& r, std::uintptr_t begin, std::uintptr_t end) { r.memory.set_slab(begin, end); },
+          "set_slab", [](Reader& r, std::uintptr_t begin, std::uintptr_t end) { r.memory.set_slab(begin, end); },
           "begin"_a, "end"_a)
       .def(
-          "_set_copies", [](Reader& r, WeightsMemory::Ranges ranges) { r.memory.set_copies(std::move(ranges)); },
+          "set_copies", [](Reader& r, WeightsMemory::Ranges ranges) { r.memory.set_copies(std::move(ranges)); },
           "ranges"_a)
-      .def_prop_ro("_row", &Reader::row)
-      .def_prop_ro("_mine", [](const Reader& r) { return r.in_section(); })
-      .def_prop_ro("_mine_and_pinned", [](const Reader& r) { return r.in_section() && r.side->pinned(); })
-      .def_prop_ro("_held_version", [](const Reader& r) { return version_of(r.side->held()); })
-      .def_prop_ro("_held_slot", [](const Reader& r) { return slot_of(r.side->held()); })
+      .def_prop_ro("row", &Reader::row)
+      .def_prop_ro("in_section", [](const Reader& r) { return r.in_section(); })
+      .def_prop_ro("in_pinned_section", [](const Reader& r) { return r.in_section() && r.side->pinned(); })
+      .def_prop_ro("held_version", [](const Reader& r) { return version_of(r.side->held()); })
+      .def_prop_ro("held_slot", [](const Reader& r) { return slot_of(r.side->held()); })
       .def_prop_ro(
-          "_asked", [](const Reader& r) { return r.side->question(); },
+          "question", [](const Reader& r) { return r.side->question(); },
           "The number of a question of the publisher that is not answered yet; 0: none.")
       .def_prop_ro(
-          "_trace_asked", [](const Reader& r) { return r.side->trace(); },
+          "requested_trace", [](const Reader& r) { return r.side->trace(); },
           "The file in which this reader should write what it does, see layout.hpp; 0: none.")
       .def(
-          "_write_trace",
+          "write_trace",
           [](Reader& r, std::uint32_t which, const HeldTrace* into) {
             r.side->write_trace(which, into ? into->trace : nullptr);
           },
           "which"_a, "into"_a = nb::none(),
-          nb::sig("def _write_trace(self, which: int, into: Trace | None = None) -> None"))
+          nb::sig("def write_trace(self, which: int, into: Trace | None = None) -> None"))
       .def_prop_ro(
-          "_entered_at", [](const Reader& r) { return r.side->entered_at(); },
+          "entered_at", [](const Reader& r) { return r.side->entered_at(); },
           "When the open section began, if it is traced, as time.perf_counter_ns() has it.")
       .def_prop_ro(
-          "_trace", [](const Reader& r) { return for_python(r.side->written_trace()); },
-          nb::sig("def _trace(self) -> Trace | None"))
+          "trace", [](const Reader& r) { return for_python(r.side->written_trace()); },
+          nb::sig("def trace(self) -> Trace | None"))
       .def(
-          "_answer", [](Reader& r, std::uint32_t question, std::uint32_t found) { r.side->answer(question, found); },
+          "answer", [](Reader& r, std::uint32_t question, std::uint32_t found) { r.side->answer(question, found); },
           "question"_a, "found"_a)
-      .def_prop_ro("_latest", [](const Reader& r) { return r.side->latest(); })
-      .def_prop_ro("_last_words", [](const Reader& r) { return r.side->last_words(); })
-      .def_prop_ro("_state", [](const Reader& r) { return r.side->state(); })
+      .def_prop_ro("latest", [](const Reader& r) { return r.side->latest(); })
       .def_prop_ro(
-          "_counts", [](const Reader& r) { return nb::make_tuple(r.side->reads(), r.side->torn(), r.side->retries()); },
-          nb::sig("def _counts(self) -> tuple[int, int, int]"))
-      .def_prop_ro("_in_parent", &Reader::in_parent)
-      .def("_retire", &Reader::close)
-      .def_prop_ro("_closed", [](const Reader& r) { return r.closed; });
+          "final_version", [](const Reader& r) { return r.side->last_words(); },
+          "With slots=1 and a dead writer: the version of the bytes, 0 when they are half written.")
+      .def_prop_ro("state", [](const Reader& r) { return r.side->state(); })
+      .def_prop_ro(
+          "section_counts",
+          [](const Reader& r) { return nb::make_tuple(r.side->reads(), r.side->torn(), r.side->retries()); },
+          nb::sig("def section_counts(self) -> tuple[int, int, int]"),
+          "Sections, those that were torn, and those repeated.")
+      .def_prop_ro("in_parent", &Reader::in_parent, "Was it made before a fork, by the parent process?")
+      .def("retire", &Reader::close, "Give the row back. Nothing can be entered any more.")
+      .def_prop_ro("closed", [](const Reader& r) { return r.closed; });
 }
 
 }  // namespace shmsync::bind

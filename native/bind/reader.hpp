@@ -159,7 +159,7 @@ class Reader {
   bool refresh(nb::handle self) {
     check();
     if (inside()) return false;
-    if (side->unchanged() && !lost && !should_look() && !side->is_asked()) {
+    if (side->unchanged() && !publisher_lost && !should_look() && !side->is_asked()) {
       thread_versions.use(thread_versions.applied());
       return false;
     }
@@ -371,9 +371,9 @@ class Reader {
   int dropped = 0;  // of these, those whose object is gone
   int closing = 0;  // threads in close()
   bool follows = false;
-  bool lost = false;          // follows, and its publisher is gone
-  bool entering = false;      // a hook is at work
-  bool copies_apart = false;  // private copies lie on a device that the arena does not lie on
+  bool publisher_lost = false;  // follows, and its publisher is gone
+  bool entering = false;        // a hook is at work
+  bool copies_apart = false;    // private copies lie on a device that the arena does not lie on
   bool closed = false;
 };
 

@@ -59,7 +59,7 @@ class Taken:
     def fits(self) -> bool:
         """May it go on to serve this thread?"""
         reader = _reader(self._arena)
-        if reader is not None and reader._mine:
+        if reader is not None and reader.in_section:
             return self._version == reader.held[0]
         return self._whole is not None
 
@@ -67,7 +67,7 @@ class Taken:
         """Copy what must be copied now: all of the version, outside of sections."""
         reader = _reader(self._arena)
         side = None if self._arena.writer is None else cast("WriteSide | None", self._arena.writer())
-        if reader is not None and reader._mine:
+        if reader is not None and reader.in_section:
             self._version = reader.held[0]
             self._take_private(reader)
         elif reader is not None:
@@ -90,7 +90,7 @@ class Taken:
             reader = _reader(self._arena)
             if self._whole is not None:
                 slot = self._whole
-            elif reader is not None and reader._mine:
+            elif reader is not None and reader.in_section:
                 slot = reader.held[1]
             elif reader is not None or self._arena.writer is None:
                 return tensor.clone()  # the Subscriber has gone over to another arena

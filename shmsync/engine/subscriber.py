@@ -80,13 +80,13 @@ class Subscriber(_native.Sections):  # with read() and refresh(): native/bind/re
         self._kept_targets: KeptTargets = ByIdentity()
         try:
             copy_by_value()
-            if reader._state != State.POISONED:  # else attaching works, and the next section waits for the repair
+            if reader.state != State.POISONED:  # else attaching works, and the next section waits for the repair
                 with suppress(Poisoned):
                     reader.refresh()
         except BaseException:
             reader.close()
             raise
-        reader._forget_use()  # this thread may leave the weights to others, and look on
+        reader.forget_used_version()  # this thread may leave the weights to others, and look on
 
     @property
     def name(self) -> str:
@@ -112,17 +112,17 @@ class Subscriber(_native.Sections):  # with read() and refresh(): native/bind/re
         share it: take `section.version` or run(with_version=True) there. With follow=True, 0 until the first version of
         a new arena is applied; `session` tells of which arena it is.
         """
-        return self._reader._used_version
+        return self._reader.used_version
 
     @property
     def session(self) -> bytes:
         """The session of the arena that `version` belongs to; it changes when follow= moves to a restarted one."""
-        return self._reader._used_session
+        return self._reader.used_session
 
     @property
     def latest(self) -> int:
         """The published version."""
-        return self._reader._latest
+        return self._reader.latest
 
     @property
     def lag(self) -> int:
@@ -136,7 +136,7 @@ class Subscriber(_native.Sections):  # with read() and refresh(): native/bind/re
         False once the publisher's process is dead, or has closed the arena; then `lag` does not change any more. A
         stopped process is alive, and so is one with an unknown state. With follow=True it is about the present arena.
         """
-        self._reader._check()
+        self._reader.check_open()
         return not self._reader.gone
 
     def wait_version(self, version: int, timeout: float | None = None, *, spin: float = 0.0) -> int:
@@ -197,7 +197,7 @@ class Subscriber(_native.Sections):  # with read() and refresh(): native/bind/re
             try:
                 self.wait_version(self.version + 1, timeout)
             except ClosedError:
-                if not self._reader._follows and not self.publisher_alive:  # which raises if the subscriber is closed
+                if not self._reader.follows and not self.publisher_alive:  # which raises if the subscriber is closed
                     return
                 raise
             waited = True
@@ -237,7 +237,7 @@ class Subscriber(_native.Sections):  # with read() and refresh(): native/bind/re
             ShmSyncError: as in read().
         """
         reader = self._reader
-        reader._check()
+        reader.check_open()
         return bind(reader, module, guard, ModuleCheck(reader.arena, self.name, buffers=buffers), clones=clone_outputs)
 
     @overload
@@ -345,7 +345,7 @@ class Subscriber(_native.Sections):  # with read() and refresh(): native/bind/re
 
     def __repr__(self) -> str:
         reader = self._reader
-        state = "closed" if reader._closed else f"version {reader._version} of {self.latest}"
+        state = "closed" if reader.closed else f"version {reader.applied_version} of {self.latest}"
         return f"<shmsync.Subscriber of {self.name!r}, {state}, {self._consistency}>"
 
     def __reduce__(self) -> Any:

@@ -57,7 +57,7 @@ def arena_around(tensor: torch.Tensor, address: int) -> Arena | None:
     """
     for arena in filter(operator.attrgetter("mapped"), _all_mapped()):
         reader = None if arena.reader is None else arena.reader()
-        if any(begin <= address < end for begin, end in arena.spans()) or (reader and reader._aliases(tensor)):
+        if any(begin <= address < end for begin, end in arena.spans()) or (reader and reader.aliases(tensor)):
             return arena
     return None
 
@@ -179,7 +179,7 @@ class Arena:
     def rows_held_by_this_thread(self) -> set[int]:
         """Rows of the reader table whose open sections belong to the calling thread."""
         readers = [a.reader() for a in _all_mapped() if a.session == self.session and a.reader is not None]
-        return {reader._row for reader in readers if reader is not None and reader._mine}
+        return {reader.row for reader in readers if reader is not None and reader.in_section}
 
     def release(self) -> None:
         """Drop what this object holds; the mappings live until the last tensor over them dies."""

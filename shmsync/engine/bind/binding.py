@@ -141,7 +141,7 @@ class Binding:
             others = [each for each in path.followers if each is not self]
             copies = [tensor for each in (*others, self) for tensor in each.private_copies()]
             placed = [tensor for tensor in copies if has_address(tensor) and tensor.numel()]
-            path._set_copies([(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in placed])
+            path.set_copies([(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in placed])
             path.order_copies(copies)
         for _, module in places:
             _bound_to[module] = [weakref.ref(each) for each in (*(b for b in bound_to(module) if b is not self), self)]
@@ -255,7 +255,7 @@ def bound_elsewhere(module: nn.Module, path: ReadPath) -> list[ReadPath]:
     """The other Subscribers that move tensors of this module. Raises ProtocolError inside a section of one of them."""
     found = {other for each in companions(module) if (other := each.path()) is not None and other is not path}
     others = sorted(found, key=attrgetter("number"))
-    inside = [other.name for other in others if other._mine]
+    inside = [other.name for other in others if other.in_section]
     if inside:
         raise ProtocolError(
             f"this thread is inside a read section of arena {inside[0]!r}, which the module shows; leave the section "

@@ -88,7 +88,8 @@ class Guard(Proxy, _native.Guard):
         self.cover = cover
         self.number = id(cover)  # which Dynamo can compare
         # torch.jit traces the call of a module through a method that is watched; see watching.py.
-        self._set(self.entered, cover, inspect.isgeneratorfunction(self.inner), self.method != CALL or self._whole)
+        generates, asks = inspect.isgeneratorfunction(self.inner), self.method != CALL or self._whole
+        self.set_target(self.entered, cover, generates, asks)
         self.cover.codes[id(self.entered)] = self._compiled_frames()
         _cover_by_number[self.number] = cover
 

@@ -31,18 +31,18 @@ def bind(reader: ReadPath, module: M, guard: GuardNames, check: ModuleCheck, *, 
     calls = calls_of(module, guard)
     with ExitStack() as stack:
         for path in (reader, *bound_elsewhere(bound, reader)):  # no call is under way while the tensors change hands
-            stack.enter_context(path._exclusive())
+            stack.enter_context(path.hold_lock())
         reader.followers[:] = [each for each in reader.followers if not isinstance(each, Binding) or each.owners()]
         tensors = check.tensors(bound)
         replaced = taken_over(bound, tensors)
         for old in replaced:
             old.drop()  # it may fit no more, which would be an error at the entry of the section
-        had_used = reader._has_used
+        had_used = reader.has_used_version
         try:
-            with reader.read() if reader._version else nullcontext():
+            with reader.read() if reader.applied_version else nullcontext():
                 binding = Binding(reader, bound, check, tensors)
-                if reader._version:
-                    binding.move(reader._held_slot)
+                if reader.applied_version:
+                    binding.move(reader.held_slot)
                 reader.followers.append(binding)
         except BaseException:
             for old in replaced:
@@ -50,7 +50,7 @@ def bind(reader: ReadPath, module: M, guard: GuardNames, check: ModuleCheck, *, 
             raise
         finally:
             if not had_used:  # the section is no use of this thread's: `version` goes on with what is applied
-                reader._forget_use()
+                reader.forget_used_version()
         try:
             cover = _cover_of(module, bound, binding.tensors())
             if calls:

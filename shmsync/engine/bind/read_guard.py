@@ -55,9 +55,9 @@ class Sections:
         """Enter all, or none."""
         try:
             for path in self._paths:
-                with path._exclusive():
-                    if path.optimistic and not path._mine:
-                        path._forget()  # so that entering takes the slow path, which knows about Pinned
+                with path.hold_lock():
+                    if path.optimistic and not path.in_section:
+                        path.forget_applied()  # so that entering takes the slow path, which knows about Pinned
                     self.open.append(path.read(timeout=Pinned(path.timeout)).__enter__())
         except BaseException:
             self.__exit__()
@@ -66,12 +66,12 @@ class Sections:
     def go_on(self) -> None:
         """Another step in them, in whatever thread this is."""
         for section in self.open:
-            section._used_again()
+            _native.use_section_again(section)
 
     def __exit__(self, *error: object) -> None:
         """Leave all, in whatever thread this is. No call may be inside any more."""
         while self.open:
-            self.open.pop()._give_up()
+            _native.give_up_section(self.open.pop())
 
 
 class _Unpinned(Exception):
@@ -123,7 +123,7 @@ class Cover(_native.Cover):
         self.paths = paths
         self._clones = clones
         plain = not any(path.optimistic for path in paths)  # no call is ever repeated, so all of it can be native
-        self._set(paths, plain, clones)
+        self.set_readers(paths, plain, clones)
 
     # What the native half calls. Dynamo skips these frames, and compiles the module's own below them.
 
@@ -131,13 +131,13 @@ class Cover(_native.Cover):
     def _repeat(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call as run() of an optimistic subscriber does: again, if the section was torn."""
         try:
-            return _run_in(list(self.paths), self._run_inside, inner, args, kwargs)
+            return _run_in(list(self.paths), self.run_inside, inner, args, kwargs)
         except _Unpinned:
             pass
         with Sections(self.paths):
             try:
                 self._pinned = True  # or the caller has a section open, which tells whether it was torn
-                return self._run_inside(inner, args, kwargs)
+                return self.run_inside(inner, args, kwargs)
             finally:
                 self._pinned = False
 
@@ -150,7 +150,7 @@ class Cover(_native.Cover):
     def _finish(self, out: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = MappingProxyType({})) -> Any:
         """What a call of these arguments returned, made fit to outlive its sections. Called inside them."""
         if type(out) is GeneratorType:
-            if not self._pinned and any(path.optimistic and not path._mine_and_pinned for path in self.paths):
+            if not self._pinned and any(path.optimistic and not path.in_pinned_section for path in self.paths):
                 out.close()
                 raise _Unpinned
             held = self._held(out)
@@ -182,9 +182,9 @@ class Cover(_native.Cover):
     @disable
     def _look(self) -> None:
         """Warn, on the first call with gradients on, that they may come out wrong."""
-        if any(path._mine for path in self.paths):
+        if any(path.in_section for path in self.paths):
             return  # the caller's section may well cover the backward pass
-        self._looked = True
+        self.gradients_checked = True
         module = self._module()
         if module is None or not any(p.requires_grad for p in module.parameters()):
             return

@@ -171,7 +171,7 @@ def _is_hook(value: Any) -> bool:
 def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> Any:
     """A copy of one version, made in one section."""
     paths = {path for each in companions(self) if (path := each.path()) is not None}
-    readable = {path for path in paths if not (path._closed or path._in_parent or path._mine)}
+    readable = {path for path in paths if not (path.closed or path.in_parent or path.in_section)}
     with Sections(sorted(readable, key=attrgetter("number"))):
         own = getattr(type(self), "__deepcopy__", None)
         if own is not None:

@@ -51,19 +51,19 @@ class ReadPath(WaitPath):
     @property
     def weights(self) -> TensorDictBase:
         """As Subscriber.weights."""
-        self._check()
+        self.check_open()
         return self._shown.weights(self._slot)
 
     @property
     def lag(self) -> int:
         """As Subscriber.lag."""
-        return max(0, self._latest - self._version)
+        return max(0, self.latest - self.applied_version)
 
     def stats(self) -> SubscriberStats:
         """As Subscriber.stats()."""
-        reads, torn, retries = self._counts
+        reads, torn, retries = self.section_counts
         return SubscriberStats(
-            self._version, self._latest, self.lag, reads, torn, retries, self._moves, self._waits.latency(),
+            self.applied_version, self.latest, self.lag, reads, torn, retries, self._moves, self._waits.latency(),
             self._restarts,
         )  # fmt: skip
 
@@ -77,9 +77,9 @@ class ReadPath(WaitPath):
         try:
             out = fn(*args, **kwargs)
         except BaseException as error:
-            unalias_error(error, self._aliases)
+            unalias_error(error, self.aliases)
             raise
-        return unalias(out, self._aliases, (*args, *kwargs.values()))
+        return unalias(out, self.aliases, (*args, *kwargs.values()))
 
     @skip
     def run_as_is(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
@@ -89,7 +89,7 @@ class ReadPath(WaitPath):
     @skip
     def _computed(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[T, int]:
         """The result, and the version that it was computed with."""
-        if not self.optimistic or self._mine:
+        if not self.optimistic or self.in_section:
             with self.read() as section:
                 return fn(*args, **kwargs), section.version
         for _ in range(_TEARS_BEFORE_PIN):
@@ -103,21 +103,21 @@ class ReadPath(WaitPath):
             else:
                 if not section.torn:
                     return result, section.version
-            self._count_retry()
-        with self._exclusive():
-            self._forget()  # so that entering takes the slow path, which knows about Pinned
+            self.count_retry()
+        with self.hold_lock():
+            self.forget_applied()  # so that entering takes the slow path, which knows about Pinned
             with self.read(timeout=Pinned(self.timeout)) as section:
                 return fn(*args, **kwargs), section.version
 
     def verify(self, modules: Sequence[nn.Module]) -> Proof:
         """As Subscriber.verify()."""
-        with self._exclusive():
+        with self.hold_lock():
             refuse_without_checksums(self.arena.manifest, self.name)
-            if self._mine:
-                if not self._mine_and_pinned:
+            if self.in_section:
+                if not self.in_pinned_section:
                     raise ProtocolError(
                         "verify() inside a section that is not pinned could compare torn weights; leave it first",
-                        version=self._version,
+                        version=self.applied_version,
                     )
                 return verify_held(self, modules)
             if self.gone and not self._follow():
@@ -125,21 +125,21 @@ class ReadPath(WaitPath):
             try:
                 self._enter_slowly(Enter.GATED, None, Pinned(self.timeout))
             except BaseException:
-                self._give_up_entry()
+                self.drop_pin()
                 raise
             try:
                 return verify_held(self, modules)
             finally:
-                self._abandon()
+                self.leave_held()
 
     def close(self) -> None:
         """As Subscriber.close()."""
-        if self._closed or self._in_parent:  # forked: the row is the parent's
+        if self.closed or self.in_parent:  # forked: the row is the parent's
             return
         try:
-            with self._closing():
+            with self.hold_lock_to_close():
                 wait_for_reads(self.arena, self.name, deadline_after(None, self.timeout))
-                self._retire()
+                self.retire()
                 try:
                     self.followers.clear()
                 finally:
@@ -148,7 +148,7 @@ class ReadPath(WaitPath):
             pass  # another thread was quicker
 
     def __del__(self) -> None:
-        if getattr(self, "_finalizer", None) is not None and not self._closed and not self._in_parent:
+        if getattr(self, "_finalizer", None) is not None and not self.closed and not self.in_parent:
             warnings.warn(f"Subscriber of {self.name!r} was not closed", ResourceWarning, stacklevel=2)
 
     # Hooks that the native Reader calls, with its lock held. It drops the pin and the lock if they raise. They may run
@@ -164,15 +164,15 @@ class ReadPath(WaitPath):
             self._wait_for(version, deadline, entering=True)
         if version is not None or pinned:
             if outcome in (Enter.SAME, Enter.MOVED):  # leave what the native side has entered
-                self._abandon()
-            outcome = self._try_enter(pinned)
+                self.leave_held()
+            outcome = self.try_enter(pinned)
         waited = False
         while outcome not in (Enter.SAME, Enter.MOVED):
             waited = True
             outcome = self._try_again(outcome, deadline, pinned)
-        if version is not None and self._held_version != version:
+        if version is not None and self.held_version != version:
             raise ProtocolError(
-                f"version {version} is gone, the arena is at {self._held_version}; read without version=, or make the "
+                f"version {version} is gone, the arena is at {self.held_version}; read without version=, or make the "
                 "publisher wait for acks",
                 version=version,
             )
@@ -180,8 +180,8 @@ class ReadPath(WaitPath):
             self._move()
         if waited:
             self._waits.add(time.perf_counter() - started)
-            if self._trace is not None:
-                self._trace.span("wait at the gate", int(started * 1e9), self._held_version, self._entered_at)
+            if self.trace is not None:
+                self.trace.span("wait at the gate", int(started * 1e9), self.held_version, self.entered_at)
 
     def _try_again(self, outcome: Enter, deadline: float, pinned: bool) -> Enter:
         """One slice of the wait: for the gate, and for the repair of a poisoned arena as long as it can come."""
@@ -193,41 +193,41 @@ class ReadPath(WaitPath):
             )
         if outcome == Enter.CORRUPT:
             raise ArenaCorrupt(
-                f"arena {self.name!r} says that its newest version lies in slot {self._shown_slot} but it has "
+                f"arena {self.name!r} says that its newest version lies in slot {self.latest_slot} but it has "
                 f"{self.arena.slots} slots; something wrote into its control segment, restart its publisher"
             )
         if self._follow():
-            return self._try_enter(pinned)
+            return self.try_enter(pinned)
         late = time.monotonic() >= deadline
         if outcome == Enter.POISONED:
             if late or self.gone:
                 raise Poisoned(
-                    f"the publisher of arena {self.name!r} failed in the middle of version {self._latest + 1}; it has "
+                    f"the publisher of arena {self.name!r} failed in the middle of version {self.latest + 1}; it has "
                     "to publish() all weights again",
-                    version=self._latest + 1,
+                    version=self.latest + 1,
                 )
         elif not self._peers.alive(self._writer_owner):  # death first: then the state is final
-            outcome = self._enter_final()
+            outcome = self.enter_after_death()
             if outcome == Enter.POISONED:
                 raise Poisoned(
                     f"the publisher of arena {self.name!r} (pid {pid_of(self._writer_owner)}) died in the middle of "
-                    f"version {self._latest + 1}, so the weights are half written; restart it",
-                    version=self._latest + 1,
+                    f"version {self.latest + 1}, so the weights are half written; restart it",
+                    version=self.latest + 1,
                 )
             return outcome
         elif late:
             raise WriterBusy(
                 f"the publisher of arena {self.name!r} kept readers out until the deadline; make its update() "
                 "sections shorter, use slots=2, or give more time",
-                version=self._latest,
+                version=self.latest,
             )
-        self._wait(slice_until(deadline))
+        self.wait_at_gate(slice_until(deadline))
         self._look_up()
-        return self._try_enter(pinned)
+        return self.try_enter(pinned)
 
     def _move(self) -> None:
         """Move all followers to the held version, then ack it."""
-        slot = self._held_slot
+        slot = self.held_slot
         if self._shown is not self.arena:
             for follower in self.followers:
                 follower.rebase(self.arena)
@@ -242,7 +242,7 @@ class ReadPath(WaitPath):
             self.followers.remove(follower)  # its module is gone
         self._slot = slot
         self._moves += 1
-        self._applied()
+        self.ack_held()
         if self._shown is not self.arena:
             self._shown = self.arena
             self._release.keep_last()
@@ -253,7 +253,7 @@ class ReadPath(WaitPath):
     def order_copies(self, copies: Iterable[torch.Tensor]) -> None:
         """From now on these are the private copies of all bound modules."""
         self.streams.order_copies(copies, self.arena)
-        self._copies_apart = bool(self.streams.apart)
+        self.copies_apart = bool(self.streams.apart)
 
     @disable
     def _copies_read(self) -> None:
@@ -273,15 +273,15 @@ class ReadPath(WaitPath):
         if self._successor is not None:
             self._follow()
         before = self._moves
-        if self._asked:
+        if self.question:
             self._answer_now()
-        outcome = self._try_enter(False)
+        outcome = self.try_enter(False)
         if outcome == Enter.MOVED:
             self._move()
         elif outcome != Enter.SAME:
             self._enter_slowly(outcome, None, None)
-        while self._abandon() and self.optimistic:  # torn while buffers were copied
-            self._forget()
+        while self.leave_held() and self.optimistic:  # torn while buffers were copied
+            self.forget_applied()
             self._enter_slowly(Enter.GATED, None, Pinned(self.timeout))
         return self._moves != before
 
@@ -289,24 +289,24 @@ class ReadPath(WaitPath):
 
     def _trace_now(self) -> None:
         """The publisher wants what this process does in a trace, or no more of it."""
-        which, before = self._trace_asked, self._trace
+        which, before = self.requested_trace, self.trace
         if before is not None:
             warn_of_end(before, self.name)
-        self._write_trace(which)  # even if it fails: the next section does not try again
+        self.write_trace(which)  # even if it fails: the next section does not try again
         if which:
-            worker = self.arena.control.row(self._row).worker
-            self._write_trace(which, joined(self._writer_owner, which, self.name, worker))
+            worker = self.arena.control.row(self.row).worker
+            self.write_trace(which, joined(self._writer_owner, which, self.name, worker))
 
     _trace_slow = disable(_trace_now)
 
     def _answer_now(self) -> None:
         """Answer the publisher's question what this subscriber holds, if the gate is open; else at another time."""
-        question = self._asked
+        question = self.question
         if self.arena.manifest.sums is None:  # no publisher asks that of an arena without checksums
-            self._answer(question, Verdict.UNUSABLE)
+            self.answer(question, Verdict.UNUSABLE)
             return
         try:
-            outcome = self._try_enter(True)
+            outcome = self.try_enter(True)
             if outcome == Enter.MOVED:
                 self._move()
             elif outcome != Enter.SAME:
@@ -314,8 +314,8 @@ class ReadPath(WaitPath):
             found = Verdict.of(self)
         except ManifestMismatch:  # what the entry raises in a moment
             found = Verdict.UNUSABLE
-        self._abandon()
-        self._answer(question, found)
+        self.leave_held()
+        self.answer(question, found)
 
     _answer_slow = disable(_answer_now)
 

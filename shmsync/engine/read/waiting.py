@@ -72,7 +72,7 @@ class WaitPath(_native.Reader):
     ) -> None:
         super().__init__(attached.arena.control, attached.row, attached.owner, consistency, _reads(attached))
         begin, end = attached.arena.readonly_range()
-        self._set_slab(begin, end)
+        self.set_slab(begin, end)
         self.arena = attached.arena
         self.followers: list[Follower] = []
         self.streams = SectionStreams()
@@ -88,7 +88,7 @@ class WaitPath(_native.Reader):
         self.name = name  # the arena's
         self.look_also: Callable[[], None] | None = None  # raises what else ends the waits
         self._successor = successor
-        self._follows = successor is not None
+        self.follows = successor is not None
         self._restarts = 0
         self.number = next(_numbers)  # sections of several are entered in this order, so that no two threads cross
         self._finalizer = util.Finalize(self, release, exitpriority=30)
@@ -96,9 +96,9 @@ class WaitPath(_native.Reader):
 
     def wait_version(self, version: int, timeout: float | None = None, *, spin: float = 0.0) -> int:
         """As Subscriber.wait_version()."""
-        self._check()
+        self.check_open()
         spinning = check_seconds("spin", spin, "0.0 sleeps at once, math.inf never sleeps")
-        if self.arena.slots == 1 and self._mine_and_pinned and self._latest < version:
+        if self.arena.slots == 1 and self.in_pinned_section and self.latest < version:
             raise ProtocolError(
                 "wait_version() inside a read section with slots=1 would wait for a publisher that waits for it; "
                 "leave the section first, or use more slots",
@@ -110,17 +110,17 @@ class WaitPath(_native.Reader):
     @property
     def held(self) -> tuple[int, int]:
         """The version and the slot of the open section."""
-        return self._held_version, self._held_slot
+        return self.held_version, self.held_slot
 
     @property
     def gone(self) -> bool:
         """Will the publisher of this arena publish nothing more?"""
-        return self._state == State.CLOSED or not self._peers.alive(self._writer_owner)
+        return self.state == State.CLOSED or not self._peers.alive(self._writer_owner)
 
     def _look_up(self) -> None:
         """In each slice of a wait: can the version still arrive?"""
         stay_if_exiting()
-        if self._ending:
+        if self.closing_or_closed:
             raise ClosedError(f"this Subscriber of arena {self.name!r} was closed by another thread; attach again")
         if self.look_also is not None:
             self.look_also()
@@ -129,18 +129,18 @@ class WaitPath(_native.Reader):
         """Move to the arena that has taken this one's place, if there is one. Hold the lock, outside of sections."""
         if self._successor is None or not self.gone:
             return False
-        self._lost = True
+        self.publisher_lost = True
         attached = self._successor.find(self.arena)
         if attached is None:
             return False
         self._release.add(attached)
-        self._use(attached.arena.control, attached.row, attached.owner, _reads(attached))
-        self._set_slab(*attached.arena.readonly_range())
+        self.move_to_arena(attached.arena.control, attached.row, attached.owner, _reads(attached))
+        self.set_slab(*attached.arena.readonly_range())
         self.arena.reader, attached.arena.reader = None, self.arena.reader
         self.arena = attached.arena
         self._writer_owner = attached.writer
         self._restarts += 1
-        self._lost = False
+        self.publisher_lost = False
         _log.info("arena %r: its publisher was started again, and is followed", self.name)
         return True
 
@@ -150,33 +150,33 @@ class WaitPath(_native.Reader):
         `entering`: this thread enters a section of exactly this version, and holds the lock. Else no lock is held, and
         every version of a session that is newer than the calling thread's counts.
         """
-        trace, started, session = self._trace, time.perf_counter(), self._used_session
+        trace, started, session = self.trace, time.perf_counter(), self.used_session
         try:
             while True:
-                if not entering and self._session != session:
-                    if self._has_used:
-                        self._use_applied()
-                    return self._latest
+                if not entering and self.session != session:
+                    if self.has_used_version:
+                        self.use_applied_version()
+                    return self.latest
                 spin = slice_until(spin_until) if spin_until else 0
-                if self._wait_version(version, slice_until(deadline), spin) and (latest := self._latest) >= version:
+                if self.wait_version_slice(version, slice_until(deadline), spin) and (latest := self.latest) >= version:
                     return latest
-                gone, closed = self.gone, self._state == State.CLOSED  # death first: then the state is final
+                gone, closed = self.gone, self.state == State.CLOSED  # death first: then the state is final
                 self._look_up()
                 self._answer_waiting(deadline)
                 late = time.monotonic() >= deadline
                 if gone:
-                    last = max(self._latest, self._last_words if self.arena.slots == 1 else 0)
+                    last = max(self.latest, self.final_version if self.arena.slots == 1 else 0)
                     if last >= version:
                         return last
                     if self._follow_in_wait(deadline, entering):
                         continue
-                    if self._successor is None or self._mine or late:
+                    if self._successor is None or self.in_section or late:
                         raise self._none_will_come(version, closed)
                     time.sleep(slice_until(deadline) / 1e9)
                 elif late:
                     raise PublishTimeout(
                         f"version {version} of arena {self.name!r} was not published within "
-                        f"{time.perf_counter() - started:.3g} s, the newest is {self._latest}; see whether the trainer "
+                        f"{time.perf_counter() - started:.3g} s, the newest is {self.latest}; see whether the trainer "
                         "still publishes, or give it more time with timeout=",
                         version=version,
                     )
@@ -188,11 +188,11 @@ class WaitPath(_native.Reader):
         """Does the subscriber read another arena now? A section keeps the one that it has entered."""
         if entering:
             return self._follow()
-        if self._successor is None or self._mine:
+        if self._successor is None or self.in_section:
             return False
         arena = self.arena
         try:
-            with self._exclusive(max(0.0, deadline - time.monotonic())):
+            with self.hold_lock(max(0.0, deadline - time.monotonic())):
                 return self.arena is not arena or self._follow()
         except WriterBusy:  # another thread stays in its section: this wait is over at its deadline
             return False
@@ -202,19 +202,19 @@ class WaitPath(_native.Reader):
 
         Nothing is applied here: a version that is new is for the next section, and so is the question then.
         """
-        if not self._asked or self.arena.manifest.sums is None or self._mine:
+        if not self.question or self.arena.manifest.sums is None or self.in_section:
             return
         if deadline - time.monotonic() < self.arena.manifest.used_bytes / BYTES_PER_SECOND:
             return
         try:
-            with self._exclusive(max(0.0, deadline - time.monotonic())):
-                question = self._asked
-                if question and self._try_enter(True) in (Enter.SAME, Enter.MOVED):
-                    fits = self._held_version == self._version
+            with self.hold_lock(max(0.0, deadline - time.monotonic())):
+                question = self.question
+                if question and self.try_enter(True) in (Enter.SAME, Enter.MOVED):
+                    fits = self.held_version == self.applied_version
                     found = Verdict.of(self) if fits else 0
-                    self._abandon()
+                    self.leave_held()
                     if fits:
-                        self._answer(question, found)
+                        self.answer(question, found)
         except WriterBusy:  # another thread is in a section, and will answer at its next
             pass
 
@@ -222,12 +222,12 @@ class WaitPath(_native.Reader):
         back = "" if self._successor is None else ", and was not published again in time"
         if closed:
             return ClosedError(
-                f"arena {self.name!r} was closed at version {self._latest}{back}; version {version} will not come",
+                f"arena {self.name!r} was closed at version {self.latest}{back}; version {version} will not come",
                 version=version,
             )
-        cure = "" if self._follows else ", or attach with follow=True, which moves to the new arena when there is one"
+        cure = "" if self.follows else ", or attach with follow=True, which moves to the new arena when there is one"
         return WriterDied(
             f"the publisher of arena {self.name!r} (pid {pid_of(self._writer_owner)}) died{back}; the newest "
-            f"version is {self._latest}. Restart it and attach to the new arena{cure}",
+            f"version is {self.latest}. Restart it and attach to the new arena{cure}",
             version=version,
         )

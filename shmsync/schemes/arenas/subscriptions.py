@@ -49,7 +49,7 @@ class Subscriptions:
         earlier = self._subscribers.get(model_id)
         subscriber = Subscriber(handle, consistency=self._consistency, worker=worker, timeout=self._timeout)
         try:
-            with contextlib.nullcontext() if earlier is None else reader_of(earlier)._exclusive():
+            with contextlib.nullcontext() if earlier is None else reader_of(earlier).hold_lock():
                 if isinstance(model, nn.Module):
                     _bind(subscriber, model)
                     self._bound[model_id] = weakref.ref(model)
@@ -94,7 +94,7 @@ class Subscriptions:
         """Make the model use this version, or a later one. Raises ProtocolError if the arena does not have it."""
         subscriber = self.needed(model_id)
         self.move_to(subscriber, version)
-        applied = reader_of(subscriber)._version
+        applied = reader_of(subscriber).applied_version
         if applied < version:
             raise ProtocolError(
                 f"{model_id!r} is at version {applied} in the arena that this worker knows, not at "
@@ -133,7 +133,7 @@ class Subscriptions:
     def inside_section(self, model_id: str) -> bool:
         """Is the calling thread inside a read section of this model?"""
         subscriber = self._subscribers.get(model_id)
-        return subscriber is not None and reader_of(subscriber)._mine
+        return subscriber is not None and reader_of(subscriber).in_section
 
     def close(self) -> None:
         """Leave every arena; bound modules raise ClosedError from now on. Idempotent.

@@ -336,4 +336,4 @@ class SharedMemReceiver(PipeReceiver):
     def _use_news(self) -> None:
         subscriber = self._transport.subscriptions.get(self._model_id)
         if subscriber is not None:
-            reader_of(subscriber)._use_applied()
+            reader_of(subscriber).use_applied_version()

@@ -123,7 +123,7 @@ class RemoteReceiver(WeightReceiver):
             return False
         subscriber = self.subscriptions.get(self._model_id)
         if subscriber is not None:
-            reader_of(subscriber)._use_applied()
+            reader_of(subscriber).use_applied_version()
         return True
 
     def close(self) -> None:

@@ -407,7 +407,7 @@ def test_refresh_says_that_it_moved_though_it_was_asked_something():
         shmsync.Subscriber(pub.handle, worker=0) as sub,
     ):
         asking = Call(pub.verify)
-        while not sub._reader._asked:
+        while not sub._reader.question:
             time.sleep(0.001)
         pub.publish(engine.stamped(2))
         assert sub.refresh() is True and sub.version == 2

@@ -21,7 +21,7 @@ def write_row(state, offset, content, row=None):
     """Overwrite bytes of a reader row (this worker's own) as a stray pointer would."""
     fd = os.open(segment_path(state.sub.name), os.O_RDWR)
     try:
-        start = rows_offset(_native.read_identity(fd)) + ROW * (state.sub._reader._row if row is None else row)
+        start = rows_offset(_native.read_identity(fd)) + ROW * (state.sub._reader.row if row is None else row)
         os.pwrite(fd, content, start + offset)
     finally:
         os.close(fd)

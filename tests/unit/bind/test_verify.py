@@ -303,7 +303,7 @@ def test_a_tensor_that_cannot_be_compared_is_another_one_and_ends_no_section(del
 def test_a_worker_that_cannot_compute_checksums_says_so_and_goes_on(delivered, monkeypatch, caplog):
     _, _, pub, sub = delivered()
     asking = Call(pub.verify, timeout=20.0)
-    until(lambda: sub._reader._asked)
+    until(lambda: sub._reader.question)
     monkeypatch.setitem(sys.modules, "xxhash", None)  # as where it is not installed
     with caplog.at_level(logging.WARNING, "shmsync"):
         while asking.is_alive():

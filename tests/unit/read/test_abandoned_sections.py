@@ -147,7 +147,7 @@ def test_threads_take_turns_fairly(pair):
         for _ in range(50):
             with sub.read():
                 pass
-            with sub._reader._exclusive():
+            with sub._reader.hold_lock():
                 pass
 
 

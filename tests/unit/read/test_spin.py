@@ -83,7 +83,7 @@ def test_other_threads_have_the_interpreter_meanwhile(pair):
         for _ in range(400):
             if ran:
                 break
-            assert not sub._reader._wait_version(2, SLICE, SLICE)
+            assert not sub._reader.wait_version_slice(2, SLICE, SLICE)
     finally:
         sys.setswitchinterval(before)
     other.result()

@@ -29,7 +29,7 @@ class ModelLock(_native.ModelLock):
     def defer(self, work: Callable[[], Any] | None) -> None:
         """Let the thread that holds the lock do this when it releases it, in place of what was left before."""
         self._deferred = work
-        self._asked = work is not None  # last: then there is something to do
+        self.has_work = work is not None  # last: then there is something to do
 
     def _ring(self) -> None:
         """Called by the native half when the lock is released and work is left to do."""
@@ -47,7 +47,7 @@ class SafePoint(Cover):
 
     def __init__(self, module: nn.Module, model_lock: ModelLock, clock: VersionClock) -> None:
         super().__init__(module)
-        self._looked = True  # gradients are the collector's choice, and no reason for a warning
+        self.gradients_checked = True  # gradients are the collector's choice, and no reason for a warning
         self.model_lock = model_lock
         self.clock = clock
         try:
@@ -57,7 +57,7 @@ class SafePoint(Cover):
         self._installed = [Guard(each.module, each.method, self) for each in calls]
         own = [guard for guard in self._installed if guard.module is module]
         forwards = [id(guard.entered) for guard in own if guard.method in ("forward", CALL)]
-        self._around(model_lock, clock.flight, forwards)
+        self.set_model_lock(model_lock, clock.flight, forwards)
 
     def use(self, subscriber: ReadPath) -> None:
         """Make sections of this subscriber's arena from now on. Call it under the lock."""
@@ -123,7 +123,7 @@ def release_bound(subscriber: ReadPath, owners: set[nn.Module] | None = None) ->
     bindings = [each for each in subscriber.followers if isinstance(each, Binding)]
     if not bindings:
         return  # a section would apply a version that no module shows
-    with subscriber._exclusive():
+    with subscriber.hold_lock():
         try:
             with subscriber.read():
                 for binding in bindings:

@@ -118,7 +118,7 @@ class Receiver:
         Is the version another one than at the last call, whichever thread has applied it?
         """
         if timeout != 0.0 and self._at == self._seen and self._subscriber.lag == 0:
-            newer = self._subscriber._version + 1  # than what the policy uses, whichever thread has moved it there
+            newer = self._subscriber.applied_version + 1  # than the policy's, whichever thread has moved it
             self._subscriber.wait_version(newer, float("inf") if timeout is None else timeout)
         with self._model_lock:
             self._advance()
@@ -127,7 +127,7 @@ class Receiver:
 
     @property
     def _at(self) -> tuple[str, int]:
-        return self._subscriber.name, self._subscriber._version
+        return self._subscriber.name, self._subscriber.applied_version
 
     def apply(self, weights: Any) -> None:
         """Give the module weights of its own, until the next version. Raises as WeightStrategy.apply_weights()."""
@@ -186,7 +186,7 @@ class Receiver:
         """Leave: the module keeps the weights that it has, as its own. Idempotent."""
         self._finalizer()
         with self._model_lock:
-            if not self._subscriber._closed:
+            if not self._subscriber.closed:
                 self._forget_module()
                 self._subscriber.close()
 
@@ -229,14 +229,14 @@ class Receiver:
     def _show(self, subscriber: ReadPath, binding: Binding, *, quiet: bool = False) -> None:
         """Let the module show this subscriber's weights, now and in later versions."""
         after = _After(self, quiet)
-        with subscriber._exclusive():
+        with subscriber.hold_lock():
             subscriber.followers += [binding, after]
-            if subscriber._version == 0:
+            if subscriber.applied_version == 0:
                 subscriber.refresh()  # the first version: it is acked when the module shows it
             else:
                 with subscriber.read():
-                    binding.move(subscriber._held_slot)
-                    after.set_extra_state(subscriber._held_slot)
+                    binding.move(subscriber.held_slot)
+                    after.set_extra_state(subscriber.held_slot)
         after.quiet = True
 
     def _move_to(self, handle: Handle) -> None:
@@ -290,7 +290,7 @@ class _After(Follower):
                 if receiver.cascade is not None:
                     receiver.cascade(receiver._subscriber.arena.weights(slot))
             finally:
-                version = receiver._subscriber._held_version
+                version = receiver._subscriber.held_version
                 receiver.clock.moved(version - receiver._counted)
                 receiver._counted = version
         except Exception as error:
