@@ -17,7 +17,7 @@ from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncSch
 from shmsync.schemes.link.connection import Channel
 from support.calls import Call
 from support.choice import first
-from support.faults.scenarios import serve_scheme
+from support.faults.scenarios.schemes import serve_scheme
 from support.jobs.engine import GONE, attach, begin_update, enter, look, open_arena, read
 from support.processes import until
 from support.programs.programs import Program, become_sleep, run_a_child, until_it_sleeps
