@@ -1,0 +1,77 @@
+"""A worker that dies is named by the next wait, and started again as often as allowed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+
+import pytest
+
+import shmsync
+from support.jobs import workers as jobs
+from support.jobs.pools import METHODS, pids
+from support.processes import alive, kill, until
+from support.weights import stamped
+
+pytestmark = pytest.mark.timeout(600)  # a spawned process imports torch afresh
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("wait", [True, [0, 1]])
+def test_a_death_names_pid_and_signal(method, wait):
+    with (
+        shmsync.Publisher(stamped(1), slots=2, timeout=120.0) as pub,
+        shmsync.Workers(pub, jobs.apply, 2, start_method=method) as workers,
+    ):
+        pid = pids(workers)[1]
+        kill(pid)
+        with pytest.raises(shmsync.WorkerDied, match=rf"worker 1 died \(pid {pid}, killed by SIGKILL\)") as caught:
+            pub.publish(stamped(2), wait=wait)
+        assert (caught.value.missing, caught.value.version) == ([1], 2)
+        assert workers.alive == [0]
+        workers.restart(1)
+        assert workers.alive == [0, 1]
+        assert pids(workers)[1] != pid
+        assert pub.publish(stamped(3), wait=[0, 1]) == 3
+
+
+def test_each_death_is_raised_once(pub):
+    with shmsync.Workers(pub, jobs.die_at, 2, args=(2,)):  # they have applied version 2, so a later wait finds it
+        for _ in range(2):
+            with pytest.raises(shmsync.WorkerDied, match="killed by SIGKILL"):
+                while True:
+                    pub.publish(wait=True)
+        pub.publish(wait=True)
+
+
+def test_dead_workers_are_started_again_as_often_as_allowed(pub):
+    with shmsync.Workers(pub, jobs.apply, 2, restart=2) as workers:
+        for version in (2, 3):
+            kill(pids(workers)[0])
+            assert pub.publish(stamped(version), wait=[0, 1]) == version
+            assert workers.alive == [0, 1]
+        kill(pids(workers)[0])
+        with pytest.raises(shmsync.WorkerDied):
+            pub.publish(stamped(4), wait=[0, 1])
+        assert workers.alive == [1]
+
+
+def test_a_wait_starts_a_dead_worker_again(pub):
+    once = multiprocessing.get_context("forkserver").Event()
+    with shmsync.Workers(pub, jobs.die_at, 2, args=(2, signal.SIGKILL, once), restart=1) as workers:
+        pub.publish(stamped(2))  # a wait would start it again
+        until(lambda: workers.alive == [1])
+        with pub.update(wait=[0, 1]) as weights:
+            weights["large"].fill_(3)
+        assert workers.alive == [0, 1]
+
+
+def test_restart_replaces_a_living_worker(pub):
+    with shmsync.Workers(pub, jobs.apply, 2) as workers:
+        before = pids(workers)
+        workers.restart(0)
+        assert not alive(before[0])
+        assert pids(workers)[1] == before[1]
+        pub.publish(wait=[0, 1])
+        with pytest.raises(ValueError, match=r"no worker 2, the workers are \[0, 1\]"):
+            workers.restart(2)

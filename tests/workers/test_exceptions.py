@@ -1,0 +1,105 @@
+"""An exception of a worker is raised once, in the trainer: by a call that waits, or when the Workers are left."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+import shmsync
+from support.jobs import workers as jobs
+from support.jobs.pools import METHODS
+from support.processes import until
+from support.weights import stamped
+
+pytestmark = pytest.mark.timeout(600)  # a spawned process imports torch afresh
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_exception_is_raised_by_the_next_publish_that_waits(method):
+    with (
+        shmsync.Publisher(stamped(1), timeout=120.0) as pub,
+        shmsync.Workers(pub, jobs.fail_at, 2, args=(3,), start_method=method) as workers,
+    ):
+        pub.publish(stamped(2), wait=True)
+        said = r"worker \d \(pid \d+.*ValueError: the environment broke"
+        with pytest.raises(shmsync.WorkerFailed, match=said) as caught:
+            for version in range(3, 100):
+                pub.publish(stamped(version), wait=[0, 1])
+        error = caught.value
+        assert "Inside the `with` the others go on, and workers.restart(" in str(error)
+        assert isinstance(error.__cause__, ValueError)
+        assert "in fail_at" in str(error.__cause__.__cause__)
+        assert error.version >= 3
+        (rank,) = error.missing
+        assert rank in (0, 1)
+        with pytest.raises(shmsync.WorkerFailed) as other:  # that of the other one; each is raised once
+            while True:
+                pub.publish(stamped(pub.version + 1), wait=True)
+        assert other.value.missing == [1 - rank]
+        assert pub.publish(stamped(pub.version + 1), wait=True)
+        until(lambda: workers.alive == [])
+
+
+@pytest.mark.parametrize("kind", [ValueError, jobs.Odd])
+def test_an_exception_that_no_call_has_raised_is_raised_on_leaving(pub, kind):
+    failed = pytest.raises(shmsync.WorkerFailed, match=kind.__name__)
+    with failed, shmsync.Workers(pub, jobs.fail_at, 1, args=(2, kind)):
+        pub.publish(stamped(2))
+        until(lambda: not pub.readers())
+
+
+def test_the_callers_own_error_comes_first(pub, caplog):
+    with (
+        caplog.at_level(logging.WARNING, "shmsync"),
+        pytest.raises(KeyError),
+        shmsync.Workers(pub, jobs.fail_at, 1, args=(2,)) as workers,
+    ):
+        pub.publish(stamped(2))
+        until(lambda: workers.alive == [])
+        raise KeyError
+    assert "the environment broke" in caplog.text
+
+
+def test_a_worker_that_fails_at_once_ends_the_entry_or_the_first_wait(pub):
+    with pytest.raises(shmsync.WorkerFailed, match="ZeroDivisionError"), shmsync.Workers(pub, jobs.fail_at_once, 2):
+        pub.publish(wait=True)
+    assert pub.readers() == []
+
+
+@pytest.mark.parametrize(("code", "raises"), [(0, False), (3, True)])
+def test_sys_exit_is_an_end_or_an_error(pub, code, raises):
+    def run():
+        with shmsync.Workers(pub, jobs.exit_with, 1, args=(code,)) as workers:
+            until(lambda: workers.alive == [])
+
+    if raises:
+        with pytest.raises(shmsync.WorkerFailed, match="SystemExit: 3"):
+            run()
+    else:
+        run()
+
+
+def test_a_failed_start_may_be_tried_again(pub, tmp_path):
+    flag = tmp_path / "flag"
+    workers = shmsync.Workers(pub, jobs.fail_without, 1, args=(str(flag),))
+    for _ in range(2):
+        with pytest.raises(shmsync.WorkerFailed, match="no flag"):
+            # The first publish may return: a worker that is just attaching acks its version, and fails later.
+            workers.start(), [pub.publish(wait=True) for _ in range(2)]
+        workers.close()
+    flag.touch()
+    with workers:
+        assert pub.publish(wait=True) == pub.readers()[0].acked
+
+
+def test_closing_in_a_finally_keeps_the_callers_error(pub, caplog):
+    workers = shmsync.Workers(pub, jobs.fail_at, 1, args=(2,)).start()
+    with pytest.raises(ZeroDivisionError), caplog.at_level(logging.WARNING, "shmsync"):
+        try:
+            pub.publish(stamped(2))
+            until(lambda: not workers.alive)
+            raise ZeroDivisionError
+        finally:
+            workers.close()
+    assert "the environment broke" in caplog.text

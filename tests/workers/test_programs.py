@@ -1,0 +1,118 @@
+"""Workers of scripts and of interactive sessions, and what Ctrl-C leaves of them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.jobs.pools import METHODS
+from support.processes import alive, until
+
+pytestmark = pytest.mark.timeout(600)  # a spawned process imports torch afresh
+
+
+COMMON = """
+import os, signal, sys, torch, shmsync
+def make(): return torch.nn.Linear(2, 1)
+"""
+
+
+def program(folder: Path, text: str, *, how: str = "file") -> subprocess.CompletedProcess[str]:
+    if how == "file":
+        (folder / "program.py").write_text(text)
+    command = {"file": [sys.executable, "program.py"], "-c": [sys.executable, "-c", text], "-i": [sys.executable, "-i"]}
+    return subprocess.run(
+        command[how], cwd=folder, text=True, capture_output=True, input=text if how == "-i" else "", timeout=500
+    )
+
+
+WORK = """
+def work(sub):
+    for version in sub.versions():
+        pass
+
+"""
+START = """
+with shmsync.Publisher(make(), timeout=120) as pub, shmsync.Workers(pub, work, 2, start_method=METHOD) as workers:
+    print("attached", workers.alive, pub.publish(wait=True), flush=True)
+"""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_functions_of_a_script(tmp_path, method):
+    guarded = "if __name__ == '__main__':" + START.replace("METHOD", repr(method)).replace("\n", "\n    ")
+    done = program(tmp_path, COMMON + WORK + guarded)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "attached [0, 1] 2\n", "")
+
+
+@pytest.mark.parametrize("how", ["-c", "-i"])
+def test_functions_of_no_file_are_an_error_at_once_or_are_forked(tmp_path, how):
+    done = program(tmp_path, COMMON + WORK + START.replace("METHOD", "'spawn'"), how=how)
+    assert "ProtocolError: the workers cannot import work of __main__" in done.stderr
+    assert "put it into a file" in done.stderr
+    done = program(tmp_path, COMMON + WORK + START.replace("METHOD", "'fork'"), how=how)
+    assert "attached [0, 1] 2\n" in done.stdout
+
+
+def test_a_script_without_the_main_line_is_told_about_it(tmp_path):
+    done = program(tmp_path, COMMON + WORK + START.replace("METHOD", "'spawn'"))
+    assert done.returncode == 1
+    assert 'A script needs `if __name__ == "__main__":`' in done.stderr
+
+
+INTERRUPTED = """
+def work(sub):
+    open(f"worker-{sub.worker}", "w").write(str(os.getpid()))
+    for version in sub.versions():
+        pass
+
+if __name__ == "__main__":
+    with shmsync.Publisher(make(), timeout=120) as pub, shmsync.Workers(pub, work, 2, start_method=METHOD) as workers:
+        while True:
+            pub.publish(wait=True)
+"""
+
+
+def started(folder: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "program.py"]
+    # A shell lets its background jobs ignore SIGINT, and so what they start.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, cwd=folder, start_new_session=True, stderr=subprocess.PIPE, preexec_fn=heed)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("when", ["starting", "running"])
+def test_ctrl_c_leaves_nothing_behind(tmp_path, method, when):
+    (tmp_path / "program.py").write_text(COMMON + INTERRUPTED.replace("METHOD", repr(method)))
+    with started(tmp_path) as run:
+        wanted = 1 if when == "starting" else 2
+        until(lambda: len([each for each in tmp_path.glob("worker-*") if each.read_text()]) >= wanted)
+        os.killpg(run.pid, signal.SIGINT)  # as a terminal does
+        errors = run.stderr.read().decode()
+        assert run.wait() == -signal.SIGINT, errors
+    for each in tmp_path.glob("worker-*"):
+        if each.read_text():
+            pid = int(each.read_text())
+            until(lambda pid=pid: not alive(pid))
+    assert not list(Path("/dev/shm").glob(f"shmsync.{run.pid}-*"))
+    if when == "running":  # a process that still imports torch has Python's own handler
+        assert errors.count("KeyboardInterrupt") == 1, errors
+
+
+def test_a_killed_trainer_takes_its_waiting_workers_along(tmp_path):
+    (tmp_path / "program.py").write_text(COMMON + INTERRUPTED.replace("METHOD", "'forkserver'"))
+    with started(tmp_path) as run:
+        until(lambda: len([each for each in tmp_path.glob("worker-*") if each.read_text()]) == 2)
+        workers = [int(each.read_text()) for each in tmp_path.glob("worker-*")]
+        run.kill()
+        run.wait()
+        for pid in workers:
+            until(lambda pid=pid: not alive(pid))
+    for path in Path("/dev/shm").glob(f"shmsync.{run.pid}-*"):
+        path.unlink(missing_ok=True)
