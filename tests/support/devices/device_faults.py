@@ -11,7 +11,7 @@ from typing import Any
 from shmsync.engine.copy.copy_plan import CopyPlan
 from shmsync.engine.read.reading import ReadPath
 from shmsync.engine.write.device_writes import DeviceWrites
-from support.devices.simulated import HOST
+from support.devices.streams import HOST
 
 
 def commits_at_once(patch, device):

@@ -16,7 +16,6 @@ import ctypes
 import fcntl
 import mmap
 import os
-import queue
 import random
 import struct
 import threading
@@ -30,81 +29,10 @@ from typing import Any
 import torch
 
 from . import backend
+from .streams import HOST, Done, Event, Stream, on_a_drivers_thread
 
 KIND = 0x10001
 _HANDLE = struct.Struct("<iiQ")  # pid, descriptor, inode
-_DEPTH = 32  # what a stream has to do at most; who asks for more waits, as with real drivers
-_HOLDING_THE_GIL = ctypes.PyDLL(None)
-
-
-class Done:
-    """As threading.Event, but an interrupt in wait() leaves no lock behind, as none does in a driver."""
-
-    def __init__(self) -> None:
-        self._set = False
-        self._waiting: list[Any] = []  # a lock of each waiter's own
-
-    def set(self) -> None:
-        self._set = True
-        for lock in list(self._waiting):
-            with suppress(RuntimeError):  # released by an earlier set()
-                lock.release()
-
-    def is_set(self) -> bool:
-        return self._set
-
-    def wait(self, timeout: float | None = None) -> bool:
-        if not self._set:
-            lock = threading.Lock()
-            lock.acquire()
-            self._waiting.append(lock)
-            if not self._set:
-                lock.acquire(timeout=-1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX))
-        return self._set
-
-
-class Event:
-    """What a stream had to do when it was recorded."""
-
-    def __init__(self) -> None:
-        self.done = Done()
-
-
-class Stream:
-    """A thread that does what it is given, in order. It ends when nobody has the stream any more."""
-
-    def __init__(self, device: Simulated, seed: int) -> None:
-        self._line: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        weakref.finalize(self, self._line.put, None).atexit = False
-        arguments = self._line, device, random.Random(seed)
-        threading.Thread(target=_serve, args=arguments, name="simulated stream", daemon=True).start()
-
-    def give(self, work: Callable[[], None]) -> None:
-        while self._line.qsize() >= _DEPTH:  # no semaphore: an interrupt would lose its room
-            time.sleep(0.00005)
-        self._line.put(work)
-
-    def record(self) -> Event:
-        event = Event()
-        self.give(event.done.set)
-        return event
-
-
-def _serve(line: queue.SimpleQueue, device: Simulated, chance: random.Random) -> None:
-    while (work := line.get()) is not None:
-        device.delay(chance)
-        if device.failed is None or getattr(work, "__name__", "") == "set":  # who waits for an event must wake
-            try:
-                work()
-            except Exception as error:  # as a kernel that faults
-                device.failed = error
-
-
-class _Host:
-    """The calling thread as a stream: all that it was asked for is done."""
-
-
-HOST = _Host()
 
 
 class Simulated:
@@ -351,17 +279,6 @@ def _closed_if_it_fails(fd: int) -> Iterator[None]:
         with suppress(OSError):
             os.close(fd)
         raise
-
-
-def on_a_drivers_thread(function: int, ticket: int) -> None:
-    """As a driver calls: on a thread that Python does not know. The GIL is held meanwhile: who asks for it hangs."""
-    thread = ctypes.c_ulong()
-    error = _HOLDING_THE_GIL.pthread_create(
-        ctypes.byref(thread), None, ctypes.c_void_p(function), ctypes.c_void_p(ticket)
-    )
-    if error:
-        raise OSError(error, os.strerror(error))
-    _HOLDING_THE_GIL.pthread_join(thread, None)
 
 
 def _wait(event: Event) -> None:

@@ -14,15 +14,12 @@ import itertools
 import mmap
 import random
 import threading
-import weakref
 from collections import Counter
-from contextlib import contextmanager
 from types import SimpleNamespace
 
-import torch
-
 from shmsync.memory.cuda.gpu import Gpu
-from support.devices.simulated import HOST, Event, Stream, copies_are_done_by, on_a_drivers_thread
+from support.devices.standin_torch import StandInTorch, TorchCopies
+from support.devices.streams import Event, Stream, on_a_drivers_thread
 
 BLOCK = 2 << 20
 MEMORY = 1 << 28  # of each GPU
@@ -341,96 +338,6 @@ class Proxy:
         return (Code(0),)
 
 
-class StandInTorch:
-    """What is asked of torch, see TorchSide in shmsync/memory/cuda/calls.py."""
-
-    def __init__(self, calls):
-        self._calls = calls
-        self._local = threading.local()
-        self.copies = False  # does wrap() give a copy, as a torch that could not use the memory would?
-
-    @property
-    def depth(self):
-        return getattr(self._local, "depth", 0)
-
-    @property
-    def here(self):
-        return self._local.here
-
-    def count(self):
-        return len(self._calls.visible)
-
-    @contextmanager
-    def on(self, index):
-        local = self._local
-        before = getattr(local, "here", 0)
-        local.here, local.depth = index, self.depth + 1
-        try:
-            yield
-        finally:
-            local.here, local.depth = before, local.depth - 1
-
-    @contextmanager
-    def stream(self, handle):
-        """The current stream of this thread, on every GPU."""
-        before = getattr(self._local, "stream", 0)
-        self._local.stream = handle
-        try:
-            yield
-        finally:
-            self._local.stream = before
-
-    def current(self, index):
-        return getattr(self._local, "stream", 0)
-
-    def wrap(self, memory, index):
-        if self.copies:
-            return torch.empty(8, dtype=torch.uint8).untyped_storage()
-        interface = memory.__cuda_array_interface__
-        (size,), (address, readonly) = interface["shape"], interface["data"]
-        assert (interface["typestr"], interface["version"], readonly) == ("|u1", 3, False)
-        storage = torch.ops.simulated.wrap(address, size, index).untyped_storage()
-        weakref.finalize(storage, id, memory).atexit = False  # it lives as long as tensors over it
-        return storage
-
-    def cached(self, index):
-        return 4096
-
-
-class TorchCopies:
-    """torch's copies to and from GPU 0, which are work of the calling thread's current stream."""
-
-    def __init__(self, calls):
-        self._calls, self.casts = calls, 0
-        copies_are_done_by(self, 0)
-
-    def current(self):
-        if threading.current_thread().name == "simulated stream":  # a kernel, which is the stream's work itself
-            return HOST
-        return self._calls.stream_of(self._calls.side.current(0), 0)
-
-    def kernel(self, work, stream):
-        work() if stream is HOST else stream.give(work)
-
-    def follow(self, later, first):
-        assert later is HOST
-        if first is not HOST:
-            first.record().done.wait()
-
-    def settle(self):
-        self.current().record().done.wait()
-
-
-def torch_stream(handle, index=0):
-    """As torch.cuda.Stream shows itself."""
-    return SimpleNamespace(cuda_stream=handle, device=SimpleNamespace(index=index))
-
-
-def torch_event(handle, index=0):
-    """As torch.cuda.Event shows itself."""
-    return SimpleNamespace(cuda_event=handle, device=SimpleNamespace(index=index))
-
-
 def gpu(world=None, index=0, **options):
     calls = Proxy(world or World(), **options)
     return Gpu(index, calls, calls.side)
@@ -446,7 +353,3 @@ def left(device):
     """What a process still has of CUDA when its garbage is gone."""
     gc.collect()
     return device._calls.left()
-
-
-def tensor(storage):
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

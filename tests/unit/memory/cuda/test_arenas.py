@@ -10,11 +10,8 @@ import shmsync
 from shmsync.errors import ProtocolError, ShmSyncError
 from shmsync.memory import devices
 from shmsync.memory.cuda import visible
-from support.devices.standin_cuda import (
-    TALK,
-    World,
-    torch_stream,
-)
+from support.devices.standin_cuda import TALK, World
+from support.devices.standin_torch import torch_stream
 
 
 @pytest.fixture

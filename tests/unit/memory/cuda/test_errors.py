@@ -12,15 +12,8 @@ from shmsync.memory import devices
 from shmsync.memory.cuda import causes, visible
 from shmsync.memory.cuda.gpu import Gpu
 from shmsync.memory.cuda.handle_format import SlabHandle
-from support.devices.standin_cuda import (
-    BLOCK,
-    GIVE_BACK,
-    TALK,
-    Proxy,
-    World,
-    gpu,
-    tensor,
-)
+from support.devices.standin_cuda import BLOCK, GIVE_BACK, TALK, Proxy, World, gpu
+from support.devices.standin_torch import tensor
 
 
 def test_a_gpu_is_found_by_its_uuid_whatever_its_number(process):

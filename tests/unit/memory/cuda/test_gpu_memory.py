@@ -8,7 +8,8 @@ from shmsync.memory.cuda.blocks import Blocks
 from shmsync.memory.cuda.gpu import WHOLE_BLOCKS
 from shmsync.memory.cuda.handle_format import unpacked
 from support.calls import Call
-from support.devices.standin_cuda import BLOCK, MEMORY, gpu, left, tensor, two_processes
+from support.devices.standin_cuda import BLOCK, MEMORY, gpu, left, two_processes
+from support.devices.standin_torch import tensor
 
 
 def test_an_allocation_is_whole_blocks_and_shows_the_size_that_was_asked_for():

@@ -8,7 +8,8 @@ import pytest
 
 from shmsync.errors import DeviceFailed, ProtocolError
 from shmsync.memory.cuda.gpu import Gpu
-from support.devices.standin_cuda import Code, Proxy, World, gpu, left, torch_event, torch_stream
+from support.devices.standin_cuda import Code, Proxy, World, gpu, left
+from support.devices.standin_torch import torch_event, torch_stream
 
 
 def test_follow_orders_by_an_event_of_the_streams_own_gpu():
