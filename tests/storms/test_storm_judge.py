@@ -7,7 +7,7 @@ import pytest
 from shmsync import WorkerDied
 from support.storms.fleets import Call, take
 from support.storms.judge import Violation
-from support.storms.storm import Sky
+from support.storms.sky import Sky
 from support.storms.trouble import Life
 
 SENT, WAITED = (1_000, 2_000), (5_000, 6_000)  # when the two calls of a send began and ended, in ns

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from support.storms.storm import Sky, Storm
+from support.storms.sky import Sky
+from support.storms.storm import Storm
 from support.storms.trouble import act
 
 

@@ -15,14 +15,11 @@ import gc
 import json
 import math
 import os
-import random
 import secrets
 import signal
 import sys
-import tempfile
 import threading
 import time
-from collections import Counter, deque
 from functools import partial
 from pathlib import Path
 
@@ -30,85 +27,15 @@ import psutil
 
 from shmsync.schemes import send_together
 from support.processes import descriptors, segments
-from support.storms.board import ROWS, Board, Lateness, beat
 from support.storms.fleets import FORMS, STORMS, Call, call_here, call_there, is_remote, source, take, timed
-from support.storms.judge import CALM, Judge, Violation, await_computing
+from support.storms.judge import CALM, Violation, await_computing
 from support.storms.model import Weather
+from support.storms.sky import Sky
 from support.storms.trouble import DEADLY, KINDS, Hand, Life, finish, resume
 from support.storms.worker import live
-from support.worker import fork_server
 
 SENDS = ("send", "wait_async", "resend", "send_together")  # calls that publish, by the names of their counts
 SHORT, LONG = (0.02, 0.1, 0.3), (1.0, CALM, 2 * CALM)
-
-
-class Sky:
-    """What all storms have: the board, the lateness of the machine, the judge, the log, and what is there before."""
-
-    def __init__(self, seed):
-        self.random = random.Random(seed)
-        self.seed = seed
-        self.log = deque(maxlen=60)
-        self.counts = Counter()
-        self._folder = tempfile.TemporaryDirectory()
-        self.board = Board(Path(self._folder.name, "board"), make=True)
-        context = fork_server()
-        self._stop = context.Event()
-        self._heart = context.Process(target=beat, args=(self.board.path, self._stop), daemon=True)
-        self._heart.start()
-        heart = self.board.row(ROWS - 1)
-        while not heart.get("forwards"):
-            time.sleep(0.01)
-        heart.close()
-        self.lateness = Lateness(self.board)
-        self.judge = Judge(self.lateness)
-        self._rows = 0
-        self._sections = self._glances = 0
-        self._struck = {}  # kinds of trouble, and when, since when no call has reached everybody
-        self.recovery = {}  # the longest time in seconds until one did, by kind
-        self.pids = set()
-
-    def new_row(self):
-        """A row for one more life; its number. Rows are used again when all are used."""
-        number = self._rows % (ROWS - 1)
-        self._rows += 1
-        row = self.board.row(number)
-        self._sections += row.get("forwards")
-        self._glances += row.get("glances")
-        for place in range(len(row._words)):
-            row._words[place] = 0
-        return number, row
-
-    def sections(self):
-        """How many sections there were that looked at all elements, and that looked at a few, of all workers."""
-        rows = [self.board.row(number) for number in range(min(self._rows, ROWS - 1))]
-        whole = self._sections + sum(row.get("forwards") for row in rows)
-        glances = self._glances + sum(row.get("glances") for row in rows)
-        for row in rows:
-            row.close()
-        return whole, glances
-
-    def struck(self, kind):
-        """A trouble begins."""
-        self._struck.setdefault(kind, time.monotonic())
-
-    def recovered(self):
-        """A call has reached everybody whom it went to."""
-        now = time.monotonic()
-        for kind, since in self._struck.items():
-            self.recovery[kind] = max(self.recovery.get(kind, 0.0), now - since)
-        self._struck.clear()
-
-    def note(self, text):
-        self.log.append(f"{time.monotonic():.4f} {text}")
-
-    def close(self):
-        self._stop.set()
-        self._heart.join()
-        self._heart.close()
-        self.lateness.close()
-        self.board.close()
-        self._folder.cleanup()
 
 
 class Storm:
