@@ -14,7 +14,7 @@ from contextlib import nullcontext
 import torch
 
 from support.calls import Call
-from support.zoo.zoo import WIDTH
+from support.zoo.kinds import WIDTH
 
 # In what surroundings the worker's module is made.
 CREATIONS = {"plain": nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode,

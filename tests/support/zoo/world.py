@@ -11,8 +11,8 @@ import torch
 from tensordict import TensorDict
 
 import shmsync
+from support.zoo.kinds import WIDTH, Holder, set_meanwhile
 from support.zoo.modes import CREATIONS, UNGUARDED, two_arenas
-from support.zoo.zoo import WIDTH, Holder, set_meanwhile
 
 STEPS = 4
 

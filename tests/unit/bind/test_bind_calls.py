@@ -15,7 +15,7 @@ from torch import nn
 import shmsync
 from support.calls import Call
 from support.weights import fail_half_way, step
-from support.zoo.zoo import Decoder, Policy
+from support.zoo.kinds import Decoder, Policy
 
 
 @torch.no_grad()
