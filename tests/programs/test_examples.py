@@ -103,6 +103,33 @@ class TestStableBaselines3:
         assert re.fullmatch(r"evaluator \d", table[max(table)][2]), output
 
 
+class TestLeagues:
+    @pytest.fixture(autouse=True)
+    def _needs(self):
+        for module in ("gymnasium", "pettingzoo", "pygame"):
+            pytest.importorskip(module, reason=f"the examples need {module}, which shmsync[test] brings")
+
+    def test_a_worker_attaches_to_few_of_many_opponents(self, run):
+        output = run("self_play.py", "--rounds", "40", "--opponents", "40", "--attached", "3", "--games", "32").end()
+        untrained, trained = map(int, re.search(r"random player: (\d+)% untrained, (\d+)% trained", output).groups())
+        assert trained >= untrained + 10, output
+        assert "\n40 opponents exist;" in output
+        workers = re.findall(r"worker \d: played (\d+) opponents, at most (\d+) attached at once; (\d+) desc", output)
+        assert len(workers) == 2, output
+        for played, most, descriptors in workers:
+            assert int(played) > int(most) == 3, output
+            assert int(descriptors) < 40, output  # those of opponents that it has dropped are closed
+
+    @pytest.mark.full  # `make test` kills a learner of the next one
+    def test_self_play_ends_when_a_worker_is_killed(self, run):
+        example = run("self_play.py", "--opponents", "10")
+        example.read_until("^round 20:")
+        example.workers()[0].kill()
+        example.end(code=1)
+        errors = example.errors.read_text()
+        assert "a worker has died" in errors and "killed by SIGKILL" in errors, errors
+
+
 @pytest.mark.full
 def test_ppo_with_the_collector_learns(run):
     output = run("collector_ppo.py", "--total-frames", "30000", "--num-workers", "2").end()
