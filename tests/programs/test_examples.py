@@ -129,6 +129,19 @@ class TestLeagues:
         errors = example.errors.read_text()
         assert "a worker has died" in errors and "killed by SIGKILL" in errors, errors
 
+    def test_a_bad_learner_copies_a_good_one_and_so_does_one_that_was_killed(self, run):
+        example = run("population.py", "--generations", "14")
+        pids = [int(pid) for pid in re.findall(r"pid (\d+)", example.read_until("^learners:"))]
+        example.read_until("^generation 8:")
+        assert "takes over" in example.output
+        killed = next(each for each in example.workers() if each.pid in pids)
+        killed.kill()
+        before, output = example.output, example.end()
+        assert f"\nlearner {pids.index(killed.pid)} takes over" in output.removeprefix(before), output
+        ends = re.findall(r"^learner (\d), version \d+: mean return (\d+)$", output, re.MULTILINE)
+        assert [int(rank) for rank, _ in ends] == [0, 1, 2, 3], output
+        assert all(int(mean_return) > 60 for _, mean_return in ends), output  # random weights: about 22
+
 
 @pytest.mark.full
 def test_ppo_with_the_collector_learns(run):
