@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -22,7 +23,7 @@ GUIDES = [
     pytest.param("language-models", 2, ("transformers", "peft"), marks=pytest.mark.full),
     pytest.param("training-hangs", 4, (), marks=pytest.mark.full),
     pytest.param("dataloader", 2, (), marks=pytest.mark.full),
-    pytest.param("leagues", 1, (), marks=pytest.mark.full),
+    pytest.param("leagues", 2, ("gymnasium", "pettingzoo", "pygame"), marks=pytest.mark.full),
     pytest.param("gpu-learner", 2, (), marks=pytest.mark.full),
     pytest.param("serving", 1, ("fastapi", "uvicorn"), marks=pytest.mark.full),
 ]
@@ -30,6 +31,7 @@ GUIDES = [
 
 @pytest.fixture
 def reader(tmp_path):
+    (tmp_path / "examples").symlink_to(DOCS.parent / "examples")  # the commands are typed in a clone
     return Reader(tmp_path)
 
 
@@ -45,6 +47,15 @@ def test_a_guide_prints_what_it_shows(reader, name, commands, needed):
     if not shutil.which("patch"):
         pytest.skip("the guides need patch: apt-get install patch")
     assert reader.follow(DOCS / "guides" / f"{name}.md") == commands
+
+
+def test_the_guide_to_leagues_shows_its_examples_as_they_are():
+    page = (DOCS / "guides" / "leagues.md").read_text()
+    programs = "".join((DOCS.parent / "examples" / name).read_text() for name in ("self_play.py", "population.py"))
+    shown = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    assert len(shown) == 2
+    for block in shown:
+        assert block in programs
 
 
 def test_every_guide_is_followed_by_a_test():
