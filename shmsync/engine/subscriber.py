@@ -320,6 +320,9 @@ class Subscriber(_native.Sections):  # with read() and refresh(): native/bind/re
     def close(self) -> None:
         """Give the row back. Tensors of the arena stay readable, but unprotected. Idempotent.
 
+        The memory is unmapped with the last of these tensors. A bound module refers to itself: it goes when Python's
+        garbage collector finds it, and leaves the arena at once when it is bound to another one.
+
         A module that was bound with a guard raises ClosedError when called: bind it elsewhere, or deepcopy() it. A wait
         of another thread in this subscriber ends with ClosedError. A section that no thread can leave any more, because
         its thread has ended or its object is gone, is released.

@@ -195,13 +195,17 @@ class Workers:
     def restart(self, rank: int) -> None:
         """End this worker if it runs, start another one in its place, and wait until that is attached.
 
-        It begins `work` from its start. Raises ValueError for a `rank` that there is not, else as entering does.
+        It begins `work` from its start. A failure of the old one that no call has raised is logged. Raises ValueError
+        for a `rank` that there is not, else as entering does.
         """
         self._side.check()
         member = self._members.get(rank)
         if member is None:
             known = f"the workers are {sorted(self._members)}" if self._members else "none was started"
             raise ValueError(f"there is no worker {rank!r}, {known}")
+        member.listen()
+        if not member.reported and (member.failure or member.died):
+            self._log_failure(member, ", and is started again")
         member.reported = True
         self._end_member(member, _TERMINATED)
         self._start([rank])
@@ -264,8 +268,7 @@ class Workers:
             )
         lost = [m for m in members if not m.reported and (m.failure or m.died) and m.rank not in late]
         for member in lost if error is not None else lost[1:]:
-            trace = "" if member.failure is None else f":\n{member.failure.trace}"
-            _log.warning("worker %d failed (%s)%s", member.rank, Peer(process=member.process), trace)
+            self._log_failure(member)
         if error is None and lost:
             self._raise(lost[0], self._side.current[0])
 
@@ -287,7 +290,6 @@ class Workers:
                 continue
             if member.died and self._restarts_left[member.rank] > 0:
                 self._restarts_left[member.rank] -= 1
-                _log.warning("worker %d died (%s), and is started again", member.rank, Peer(process=member.process))
                 self.restart(member.rank)
             elif member.failure is not None or member.died:
                 self._raise(member, version)
@@ -366,6 +368,11 @@ class Workers:
         member.end(grace)
         if pid is not None and not self._side.closed:
             writer_of(self._pub).free_rows_of(pid)
+
+    def _log_failure(self, member: _RankProcess, then: str = "") -> None:
+        trace = "" if member.failure is None else f":\n{member.failure.trace}"
+        verb = "died" if member.failure is None else "failed"
+        _log.warning("worker %d %s (%s)%s%s", member.rank, verb, Peer(process=member.process), then, trace)
 
     def _raise(self, member: _RankProcess, version: int | None = None) -> None:
         member.reported = True

@@ -61,6 +61,20 @@ def test_the_callers_own_error_comes_first(pub, caplog):
     assert "the environment broke" in caplog.text
 
 
+def test_a_restart_logs_a_failure_that_no_call_has_raised(pub, caplog):
+    with (
+        caplog.at_level(logging.WARNING, "shmsync"),
+        pytest.raises(shmsync.WorkerFailed),  # of the new one, on leaving
+        shmsync.Workers(pub, jobs.fail_at, 1, args=(2,)) as workers,
+    ):
+        pub.publish(stamped(2))
+        until(lambda: workers.alive == [])
+        workers.restart(0)
+    (record,) = caplog.records
+    assert "worker 0 failed (pid " in record.message and "is started again" in record.message
+    assert "in fail_at" in record.message and "the environment broke" in record.message
+
+
 def test_a_worker_that_fails_at_once_ends_the_entry_or_the_first_wait(pub):
     with pytest.raises(shmsync.WorkerFailed, match="ZeroDivisionError"), shmsync.Workers(pub, jobs.fail_at_once, 2):
         pub.publish(wait=True)
