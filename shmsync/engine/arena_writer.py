@@ -118,6 +118,23 @@ class ArenaWriter:
             finally:
                 self.plans.release()
 
+    def publish_like(self, weights: Weights, deadline: float) -> int | None:
+        """As publish(), of a TensorDict or dict with every leaf that is like an earlier one; else None.
+
+        What was checked of that one holds for this one: its keys, and what its tensors are.
+        """
+        side = self.side
+        side.check()
+        with side.lock:
+            side.ready(deadline)
+            try:
+                plan = self.plans.find_like(weights) if side.adopted is None and side.writes.at_once else None
+                if plan is None or not plan.whole or plan.in_place:
+                    return None
+                return publish_plan(side, plan, deadline)
+            finally:
+                self.plans.release()
+
     def plan(self, weights: Weights | None, optional: Container[Key] | None = None) -> CopyPlan:
         """The plan to publish these weights (None: the source), all checked. With the writer's lock.
 

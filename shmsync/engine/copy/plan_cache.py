@@ -48,7 +48,8 @@ class PlanCache:
         """The kept plan if the source has not changed, else a new one. `default`: it is the publisher's own source."""
         is_module = isinstance(source, nn.Module)
         if type(source) in LEVELS or (not is_module and is_tensordict(source)):
-            return self._find_values(source)
+            found = self.find_like(source)
+            return self._made_for(source) if found is None else found
         key = source if is_module else self if default else None
         if key is None:
             return self.make(source)
@@ -59,8 +60,8 @@ class PlanCache:
         made = self._of_objects[key] = self.make(source)
         return made
 
-    def _find_values(self, source: Any) -> CopyPlan:
-        """The plan for sources like this one, or a new one."""
+    def find_like(self, source: Any) -> CopyPlan | None:
+        """The kept plan of a TensorDict or dict that was like this one."""
         self.release()
         for plan in self._of_values:
             fits = plan.take(source)
@@ -74,6 +75,9 @@ class PlanCache:
             if fits is None:
                 self._of_values.remove(plan)
                 break
+        return None
+
+    def _made_for(self, source: Any) -> CopyPlan:
         by_object = is_tensordict(source)
         if by_object and (kept := self._of_objects.get(source)) is not None:
             if kept.still_valid():

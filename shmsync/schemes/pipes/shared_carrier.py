@@ -202,7 +202,7 @@ class SharedMemCarrier(PipeCarrier):
         if self._closed:
             raise ClosedError("this scheme was shut down, and its arenas are gone; make a new one")
 
-    # The common case: a module for all workers, which have attached to the arena.
+    # The common case: weights for all workers, which have attached to the arena.
 
     def is_common(self, model_id: str) -> bool:
         """Do all workers share one arena that they have attached to, and is none of them known to be dead?"""
@@ -222,17 +222,23 @@ class SharedMemCarrier(PipeCarrier):
             self._routes[model_id] = route, Publication(writer_of(publisher), None, self.publishers.optional(model_id))
         return route.complete
 
-    def post_common(self, model_id: str, module: nn.Module, deadline: float) -> Posted:
+    def post_common(self, model_id: str, weights: Any, deadline: float) -> Posted:
         """As post(), in the case that is_common(). The result has the workers that have not answered in a moment."""
         route, publication = self._routes[model_id]
         copy = None
         if model_id in self.plain:
             copy = self._copies.get(model_id)
             if copy is None or not copy.good_for(publication.writer):  # post() checks the TensorDict again
-                return self.post(model_id, module, self.reach(model_id, list(self.links)), deadline)
-        due = Publication(publication.writer, module, publication.optional)
-        (version,) = publish_all([due], None, deadline)
-        if copy is not None:
+                return self.post(model_id, weights, self.reach(model_id, list(self.links)), deadline)
+        if isinstance(weights, nn.Module):
+            due = Publication(publication.writer, weights, publication.optional)
+            (version,) = publish_all([due], None, deadline)
+        else:
+            known = publication.writer.publish_like(weights, deadline)
+            if known is None:  # post() checks all of it
+                return self.post(model_id, weights, self.reach(model_id, list(self.links)), deadline)
+            version = known
+        if copy is not None and weights is not self.plain[model_id]:
             copy.write(None)
         tag = Tag(model_id, version)
         named = (model_id, version)

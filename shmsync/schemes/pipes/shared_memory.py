@@ -235,7 +235,7 @@ class SharedMemSender(PipeSender):
         if not common or not self.carrier.is_common(self._model_id):
             return super().send(weights, worker_ids, timeout=timeout)
         source = weights if isinstance(weights, nn.Module) else self._source(weights)
-        if not isinstance(source, nn.Module):
+        if not isinstance(source, (nn.Module, TensorDictBase, dict)):
             return super().send(source, timeout=timeout)
         deadline = deadline_after(timeout, self.default_timeout)
         with hold_all(self.send_locks(), deadline, "send"):

@@ -1,0 +1,168 @@
+"""SharedMem knows a TensorDict or dict by one like it that was sent: what it looks at again, and what it refuses."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+import shmsync
+from shmsync.engine.arena_writer import ArenaWriter
+from shmsync.schemes import SharedMemWeightSyncScheme
+from support.calls import Call
+from support.conformance.nets import Stamped
+from support.conformance.rigs import PipeRig
+
+
+def tensordict(value):
+    return TensorDict.from_module(Stamped(value)).data.clone()
+
+
+FORMS = {
+    "tensordict": tensordict,
+    "flat tensordict": lambda value: TensorDict(Stamped(value).state_dict()),
+    "locked tensordict": lambda value: tensordict(value).lock_(),
+    "dict": lambda value: dict(Stamped(value).state_dict()),
+    "state_dict": lambda value: Stamped(value).state_dict(),
+    "nested dict": lambda value: tensordict(value).to_dict(),
+    "ordered dict": lambda value: OrderedDict(Stamped(value).state_dict()),
+}
+RECOGNISED = [form for form in FORMS if form != "flat tensordict"]
+
+
+@pytest.fixture
+def open_rig():
+    made = []
+
+    def start(**options):
+        made.append(PipeRig(SharedMemWeightSyncScheme, **options))
+        return made[-1]
+
+    yield start
+    for rig in made:
+        rig.close()
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """What publish_like() has returned, call by call."""
+    answers, publish = [], ArenaWriter.publish_like
+
+    def like(self, weights, deadline):
+        answers.append(publish(self, weights, deadline))
+        return answers[-1]
+
+    monkeypatch.setattr(ArenaWriter, "publish_like", like)
+    return answers
+
+
+def send(rig, weights):
+    return rig.receive_until(Call(rig.sender.send, weights, timeout=60))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("options", [{}, {"slots": 3}, {"dtype": torch.float64}, {"checksum": True}], ids=str)
+def test_each_form_arrives_again_and_again(open_rig, found, form, options):
+    rig = open_rig(**options, nets=[Stamped(0).to(options.get("dtype")) for _ in range(2)])
+    for value in range(1, 6):
+        assert send(rig, FORMS[form](value)) == value
+        assert rig.stamps() == [value] * 2
+    assert (found[-2:] == [4, 5]) == (form in RECOGNISED)
+
+
+def test_forms_may_alternate(open_rig):
+    rig = open_rig()
+    value = 0
+    for _ in range(3):
+        for form in [*FORMS.values(), Stamped]:
+            value += 1
+            send(rig, form(value))
+            assert rig.stamps() == [value] * 2
+
+
+def lacking(weights):
+    del weights["layer.weight"]
+
+
+def extra(weights):
+    weights["other"] = torch.zeros(2)
+
+
+def extra_state(weights):
+    weights["layer._extra_state"] = {"steps": 3}
+
+
+def other_shape(weights):
+    weights["layer.weight"] = torch.zeros(3, 3)
+
+
+def other_dtype(weights):
+    weights["count"] = torch.zeros(3, dtype=torch.int32)
+
+
+def no_tensor(weights):
+    weights["layer.weight"] = [1.0]
+
+
+@pytest.mark.parametrize("change", [lacking, extra, extra_state, other_shape, other_dtype, no_tensor])
+def test_one_that_is_not_like_it_is_refused_as_a_first_one_is(open_rig, found, change):
+    rig = open_rig()
+    for value in (1, 2, 3):
+        send(rig, FORMS["dict"](value))
+    wrong = FORMS["dict"](9)
+    change(wrong)
+    with pytest.raises(shmsync.ManifestMismatch) as refused:
+        send(rig, wrong)
+    assert found[-1] is None
+    fresh = open_rig()
+    send(fresh, FORMS["dict"](1))
+    with pytest.raises(shmsync.ManifestMismatch) as at_first:
+        fresh.sender.send_async(wrong)
+    assert str(refused.value).partition("arena")[0] == str(at_first.value).partition("arena")[0]
+    assert rig.stamps() == [3] * 2
+    assert send(rig, FORMS["dict"](4)) == 4
+    assert rig.stamps() == [4] * 2
+
+
+def test_one_that_lies_in_the_arena_is_refused(open_rig):
+    rig = open_rig(slots=2)
+    for value in (1, 2):
+        send(rig, tensordict(value))
+    weights = tensordict(3)
+    weights["layer", "weight"] = rig.scheme.policy_weights["policy"]["layer", "weight"]
+    with pytest.raises(shmsync.ManifestMismatch, match="lies inside arena"):
+        send(rig, weights)
+    send(rig, tensordict(4))
+    assert rig.stamps() == [4] * 2
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_registered_tensordict_shows_what_was_sent(open_rig, found, own):
+    rig = open_rig()
+    plain = tensordict(0).share_memory_()
+    rig.scheme.register_shared_weights("policy", plain)
+    rig.receive()
+    for value in range(1, 5):
+        if own:
+            for leaf in plain.values(True, True):
+                leaf.fill_(value)
+        send(rig, plain if own else tensordict(value))
+        assert rig.stamps() == [value] * 2
+        assert all((leaf == value).all() for leaf in plain.values(True, True))
+    assert found[-1] is not None
+
+
+def test_an_aliased_module_and_a_tensordict(open_rig, found):
+    rig = open_rig(alias=True)
+    module = Stamped(1)
+    send(rig, module)
+    for value in (2, 3):
+        send(rig, tensordict(value))
+        assert rig.stamps() == [value] * 2
+    assert found[-1] is None  # the arena is the module
+    nn.init.constant_(module.layer.weight, 5)
+    send(rig, module)
+    assert rig.nets[0].layer.weight.min() == 5
