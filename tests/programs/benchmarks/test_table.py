@@ -15,7 +15,7 @@ import pytest
 
 from support.processes import until
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BENCH = ROOT / "bench"
 SECTIONS = re.findall(r'^    "(\w+)": Section', (BENCH / "sections" / "__init__.py").read_text(), re.MULTILINE)
 SOON = ("calls", "lock")  # the others take longer
