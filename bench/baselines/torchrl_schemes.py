@@ -8,13 +8,13 @@ nothing has to be extracted from a module.
 
 from __future__ import annotations
 
-import resource
 import threading
 import warnings
 from typing import Any
 
 import torch
 from common import models
+from common.environment import more_files
 from sends import contest
 from tensordict import TensorDict
 from torch import nn
@@ -24,10 +24,12 @@ with warnings.catch_warnings(record=True):
     from torchrl.weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 
 
-def more_files() -> None:
-    """torch shares each tensor by a descriptor of its own."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+def shut_down(scheme: Any) -> None:
+    """After its workers were killed."""
+    for queues in (scheme._weight_init_queues, scheme._instruction_queues, scheme._ack_queues):
+        for queue in queues.values():
+            queue.cancel_join_thread()  # nobody reads any more; shutdown() would wait for that
+    scheme.shutdown()
 
 
 def receive(module: nn.Module, weights: dict[str, Any], scheme: Any, index: int) -> None:
@@ -59,11 +61,7 @@ class SharedMem:
 
     def close(self) -> None:
         self.workers.kill()
-        scheme = self.scheme
-        for queues in (scheme._weight_init_queues, scheme._instruction_queues, scheme._ack_queues):
-            for queue in queues.values():
-                queue.cancel_join_thread()  # nobody reads any more; shutdown() would wait for that
-        scheme.shutdown()
+        shut_down(self.scheme)
 
 
 class SharedMemAlias(SharedMem):
