@@ -73,9 +73,12 @@ def check_count(name: str, value: int, high: int) -> int:
     return int(value)
 
 
-def slice_until(deadline: float) -> int:
-    """Nanoseconds to wait natively before the next look at the partner's life: to the deadline, at most 50 ms."""
-    return int(max(0.0, min(deadline - time.monotonic(), 0.05)) * 1e9)
+SLICE = 0.05  # seconds between two looks at the partner's life
+
+
+def slice_until(deadline: float, most: float = SLICE) -> int:
+    """Nanoseconds to wait natively before the next look at the partner's life: to the deadline, at most so many s."""
+    return int(max(0.0, min(deadline - time.monotonic(), most)) * 1e9)
 
 
 def deadline_after(timeout: float | None, default: float) -> float:

@@ -11,11 +11,12 @@ from ...memory.arena import Arena
 from ...memory.control.reader_figures import RowId
 from ...memory.system.exiting import stay_if_exiting
 from ...memory.system.process import Peers, ProcessState, pid_of
-from ..deadlines import slice_until
+from ..deadlines import SLICE, slice_until
 from ..outcome import listed
 from .close_request import CloseRequest
 
 _log = logging.getLogger("shmsync")
+_FIRST_SLICE = 0.001  # seconds
 _LOOK_AT_STOPPED = 0.005  # seconds between two looks at a stopped process
 
 
@@ -44,10 +45,12 @@ class PinWait:
         False: a stopped process is in the only slot. It may never continue, and the gate keeps all other readers out.
         """
         writer = self.writer
+        most = _FIRST_SLICE  # a reader that died before this wait holds it up no longer
         with self._close_request.waiting():
             while True:
                 self._refuse_own_pins()
-                free = writer.wait_begin(slice_until(deadline))
+                free = writer.wait_begin(slice_until(deadline, most))
+                most = min(2 * most, SLICE)
                 stay_if_exiting()  # also in a slot that came free because the process exits
                 if free:
                     return True
