@@ -2,7 +2,7 @@
 
     make bench BENCH=peers                                    every peer; installs those that need other versions
     make bench BENCH=peers ARGS="--peers lock Ray --sizes 100 --workers 1 4"
-    make bench BENCH=peers ARGS=--docs                        and puts the tables into docs/
+    make bench BENCH=peers ARGS=--docs                        and puts the tables and the chart into docs/
     make bench BENCH=peers ARGS="--docs --from bench-results/peers.json"
 
 Each peer has a trainer process, which makes new weights, publishes them and collects what the workers computed: the
@@ -105,6 +105,8 @@ def main() -> None:
     if options.docs:
         page.paste(options.root / "docs" / "performance.md", "peers", costs)
         page.paste(options.root / "docs" / "comparison.md", "peers", short)
+        if (drawing := tables.chart(cells)) is not None:
+            (options.root / "docs" / "plots" / "peers.svg").write_text(drawing)
     if bad := tables.bad(cells, deaths):
         raise SystemExit(f"{len(bad)} failed: {'; '.join(bad)}")
 

@@ -121,8 +121,6 @@ def main() -> None:
     if arguments.docs:
         page.paste(arguments.root / "docs" / "performance.md", "table", text)
         page.paste(arguments.root / "README.md", "headlines", page.headlines(rows))
-        if (drawing := page.chart(rows)) is not None:
-            (arguments.root / "docs" / "plots" / "send.svg").write_text(drawing)
     page.judge(rows)
 
 

@@ -25,14 +25,6 @@ HEADLINES = (  # of the README, at most six: section, how the row and its floor 
 )
 
 
-CHART = "SharedMem, 5k parameters, 200 tensors, 4 workers"  # of the README: one send, beside these
-BESIDE = {  # what a row calls it, and what the chart does
-    "TorchRL SharedMem": "TorchRL, SharedMemWeightSyncScheme",
-    "Ray's object store": "Ray, ray.put() and load_state_dict()",
-    "a queue for each worker": "multiprocessing, a queue for each worker",
-}
-
-
 def table(rows: list[Row], titles: dict[str, str]) -> str:
     """All rows, under the titles of their sections if they have one."""
     lines, last = [_line(TITLES), "|---" * len(TITLES) + "|"], ""
@@ -81,29 +73,23 @@ def headlines(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def chart(rows: list[Row]) -> str | None:
-    """The README's bars as SVG: the medians of one send. None: this run has not measured all of them."""
-    found = {row.floor: row for row in rows if row.what == CHART and row.floor in BESIDE}
-    if set(found) != set(BESIDE) or any(row.ours is None or row.theirs is None for row in found.values()):
-        return None
-    bars = [("shmsync", next(iter(found.values())).ours, "#d9480f")]
-    bars += [(BESIDE[name], row.theirs, "#868e96") for name, row in found.items()]
-    bars.sort(key=lambda bar: bar[1][0])
+def chart(title: str, times: dict[str, float], ours: str) -> str:
+    """Bars as SVG, the shortest first: microseconds by name. `ours` has another colour."""
     label, width, height, top = 330, 330.0, 34, 34
-    longest = max(times[0] for _, times, _ in bars)
+    longest = max(times.values())
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="{top + height * len(bars) + 8}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="{top + height * len(times) + 8}" '
         'font-family="sans-serif" font-size="14">',
         '<rect width="100%" height="100%" fill="white"/>',
-        '<text x="10" y="20" font-weight="bold">200 small tensors to 4 workers, one synchronous send (median)</text>',
+        f'<text x="10" y="20" font-weight="bold">{title}</text>',
     ]
-    for number, (name, times, colour) in enumerate(bars):
-        y = top + height * number
-        long = max(2.0, width * times[0] / longest)
+    for number, (name, time) in enumerate(sorted(times.items(), key=lambda bar: bar[1])):
+        y, long = top + height * number, max(2.0, width * time / longest)
+        colour = "#d9480f" if name == ours else "#868e96"
         lines += [
             f'<text x="{label - 10}" y="{y + 20}" text-anchor="end">{name}</text>',
             f'<rect x="{label}" y="{y + 5}" width="{long:.0f}" height="{height - 12}" fill="{colour}"/>',
-            f'<text x="{label + long + 8:.0f}" y="{y + 20}">{figures((times[0], times[0]), "us")}</text>',
+            f'<text x="{label + long + 8:.0f}" y="{y + 20}">{figures((time, time), "us")}</text>',
         ]
     return "\n".join([*lines, "</svg>"]) + "\n"
 

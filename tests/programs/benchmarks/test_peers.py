@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -152,3 +153,21 @@ def test_the_tables_are_pasted_between_their_marks_and_nothing_else_changes(tmp_
         assert [line for line in lines[name] if now.count(f"{line}\n") != 1] == []
         assert now.partition(begin)[0] == before[name].partition(begin)[0]
         assert now.partition(end)[2] == before[name].partition(end)[2]
+
+
+def test_the_chart_is_drawn_when_all_of_its_bars_were_measured(tmp_path):
+    for folder in ("docs", "docs/plots"):
+        (tmp_path / folder).mkdir()
+    for name in PAGES:
+        shutil.copy(ROOT / name, tmp_path / name)
+    bars = json.loads(say(tmp_path, "import json; from peers import tables; print(json.dumps(tables.BARS))"))
+    cells = [cell(bar, size="0.8 MB in 200 tensors", p50=1e-3 * place) for place, bar in enumerate(bars, 1)]
+    drawing = tmp_path / "docs" / "plots" / "peers.svg"
+    for measured, drawn in ((cells[1:], False), (cells, True)):
+        done = run(BENCH / "peers.py", "--docs", "--root", tmp_path, "--from", earlier(tmp_path, *measured), cwd="/")
+        assert done.returncode == 0, done.stderr
+        assert drawing.exists() is drawn
+    text = drawing.read_text()
+    widths = [int(each) for each in re.findall(r'width="(\d+)" height="22"', text)]
+    assert widths == [round(330 * place / len(bars)) for place in range(1, len(bars) + 1)]
+    assert [text.index(bar) for bar in bars] == sorted(text.index(bar) for bar in bars)  # the shortest first

@@ -211,24 +211,6 @@ def test_the_tables_are_pasted_between_their_marks_and_nothing_else_changes(page
         assert now.partition(end)[2] == before[name].partition(end)[2]
 
 
-def test_the_chart_is_drawn_from_the_measured_rows_alone(pages):
-    peers = {"TorchRL SharedMem": 8.0, "Ray's object store": 4.0, "a queue for each worker": 2.0}
-    rows = [
-        row(section="schemes", what="SharedMem, 5k parameters, 200 tensors, 4 workers", floor=peer, theirs=(slow, slow))
-        for peer, slow in peers.items()
-    ]
-    (pages / "docs" / "plots").mkdir()
-    drawing = pages / "docs" / "plots" / "send.svg"
-    for measured, drawn in ((rows[:2], False), (rows, True)):  # without one of the peers there is no chart
-        done = run(BENCH / "table.py", "--docs", "--root", pages, "--from", earlier(pages, *measured), cwd=pages)
-        assert done.returncode == 0, done.stderr
-        assert drawing.exists() is drawn
-    text = drawing.read_text()
-    widths = [int(each) for each in re.findall(r'width="(\d+)" height="22"', text)]
-    assert widths == [82, 82, 165, 330]  # shortest first: ours has 2 µs too
-    assert text.index("shmsync") < text.index("Ray") < text.index("TorchRL")
-
-
 def test_a_page_without_marks_is_refused_by_name(pages):
     (pages / "README.md").write_text("nothing")
     done = run(BENCH / "table.py", "--docs", "--root", pages, "--from", earlier(pages, row()), cwd=pages)

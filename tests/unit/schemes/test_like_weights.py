@@ -114,9 +114,10 @@ def test_one_that_is_not_like_it_is_refused_as_a_first_one_is(open_rig, found, c
         send(rig, FORMS["dict"](value))
     wrong = FORMS["dict"](9)
     change(wrong)
-    with pytest.raises(shmsync.ManifestMismatch) as refused:
-        send(rig, wrong)
-    assert found[-1] is None
+    for _ in range(2):  # what was refused is known by then, too
+        with pytest.raises(shmsync.ManifestMismatch) as refused:
+            send(rig, wrong)
+        assert found[-1] is None
     fresh = open_rig()
     send(fresh, FORMS["dict"](1))
     with pytest.raises(shmsync.ManifestMismatch) as at_first:
