@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,7 @@ class Contestant:
             [*command, "--log-level", "error", "--no-access-log", "--app-dir", str(Path(__file__).parents[1])],
             env=environment,
         )
-        stack.callback(server.wait)
-        stack.callback(server.terminate)
+        stack.callback(stop, server)
         if way == "copy":
             for _ in range(count):
                 self.pipes.append(listener.accept())
@@ -125,6 +124,20 @@ class Contestant:
     def memory(self) -> float:
         """PSS of the servers, in MB."""
         return sum(psutil.Process(pid).memory_full_info().pss for pid in self.pids) / 1e6
+
+
+def stop(server: subprocess.Popen[bytes]) -> None:
+    """With its workers, soon: a section whose time is over is killed, and would leave its files."""
+    workers = psutil.Process(server.pid).children()
+    server.terminate()
+    try:
+        server.wait(1)
+    except subprocess.TimeoutExpired:
+        for each in workers:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        server.kill()
+        server.wait()
 
 
 def free_port() -> int:
