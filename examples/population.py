@@ -89,7 +89,7 @@ def train(referee, names, args):
     env.reset(seed=args.seed + rank)
     member = Member(float(torch.logspace(-5, -2, args.learners)[rank]))
     optimizer = torch.optim.Adam(member.parameters(), lr=member.learning_rate.item())
-    with shmsync.Publisher(member, name=names[rank]) as pub:
+    with shmsync.Publisher(member, name=names[rank], slots=2) as pub:  # others may copy it at any moment
         for _ in referee.versions():
             with torch.no_grad():
                 moves, score = play(env, member, args.steps)
@@ -135,7 +135,7 @@ def main():
                 referee.publish({"generation": torch.tensor(generation)}, wait=True, timeout=60)
                 members = [sub.state_dict() for sub in subs]
                 scores = "  ".join(f"{each['score']:5.0f} ({each['learning_rate']:.0e})" for each in members)
-                print(f"generation {generation}: {scores}", flush=True)
+                print(f"generation {generation - 1}: {scores}", flush=True)
         # The learners have closed their arenas. This process still has the last versions.
         env = gymnasium.make("CartPole-v1")
         with torch.no_grad():

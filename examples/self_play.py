@@ -112,7 +112,8 @@ def work(sub, args, queue):
     policy = sub.bind(Policy())
     with contextlib.closing(Opponents(sub.name, args.attached, sub.worker)) as opponents:
         for _ in sub.versions():
-            with sub.read() as section:  # one version, in all games
+            # One version, in all games. The learner publishes when all games are over; else it needs more slots.
+            with sub.read() as section:
                 number = random.randrange(int(section.numpy()["opponents"]))
                 moves, results = play(policy, opponents[number], args.games)
             queue.put((sub.worker, number, moves, results))  # arrays: torch would put tensors into shared files

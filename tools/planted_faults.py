@@ -52,7 +52,7 @@ FAULTS = [
     Fault("shmsync/engine/write/device_writes.py", "device.follow(device.current(), made_by)", "pass",
           "engine/device/test_copies_on_a_device.py"),
     Fault("shmsync/engine/write/dirty_leaves.py", "known.update(given)", "pass", "unit/write/test_carry.py"),
-    Fault("shmsync/engine/arena_writer.py", "if plan is None or not plan.whole or plan.in_place:", "if plan is None:",
+    Fault("shmsync/engine/arena_writer.py", "or not plan.whole or plan.in_place:", ":",
           "unit/schemes/test_like_weights.py"),
     Fault("shmsync/engine/row_wait.py", "[worker for worker in self._workers or () if worker not in known]", "[]",
           "unit/write/test_publish_wait.py"),

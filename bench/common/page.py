@@ -11,7 +11,7 @@ from common.row import Row, cells, figures, line
 
 TITLES = ["what", "shmsync, p50 / p99", "floor or peer, p50 / p99", "ratio", "aim", "checked"]
 HEADLINES = (  # of the README, at most six: section, how the row and its floor or peer begin, and what the README says
-    ("readers", 'publish(wait="all") 4 bytes, 4', "", 'a small model to 4 readers, `publish(wait="all")`'),
+    ("readers", 'publish(wait="all") 50 KB, 4', "", '50 KB to 4 readers, `publish(wait="all")`'),
     (
         "copy",
         "publish 100 MB in 14 tensors, 1 thread",
@@ -19,9 +19,14 @@ HEADLINES = (  # of the README, at most six: section, how the row and its floor 
         "100 MB to any number of readers, `publish()` with one thread",
     ),
     ("lock", "forwards of 4", "share_memory(), lock, a copy", "forwards of 4 workers, new weights every 5 ms"),
-    ("schemes", "SharedMem, 5k parameters, 200", "TorchRL", "200 small tensors to 4 workers, SharedMem scheme"),
+    (
+        "schemes",
+        "SharedMem, 5k parameters, 200",
+        "TorchRL",
+        "20 KB in 200 tensors to 4 workers, `SharedMemWeightSyncScheme`",
+    ),
     ("collectors", "frames, CartPole, 4 workers, sync", "TorchRL", "frames of CartPole, new weights after every batch"),
-    ("ray", "Ray, 100 MB, 1 node, 4 workers, by node", "TorchRL", "100 MB to 4 Ray actors of a node"),
+    ("ray", "Ray, 100 MB, 1 node, 4 workers, by node", "TorchRL", '100 MB to 4 Ray actors of a node, `fan_out="node"`'),
 )
 
 
@@ -73,23 +78,24 @@ def headlines(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def chart(title: str, times: dict[str, float], ours: str) -> str:
-    """Bars as SVG, the shortest first: microseconds by name. `ours` has another colour."""
+def chart(title: str, bars: dict[str, tuple[float, str]], ours: str) -> str:
+    """Bars as SVG, the shortest first: microseconds and the ratio, by name. `ours` has another colour."""
     label, width, height, top = 330, 330.0, 34, 34
-    longest = max(times.values())
+    longest = max(time for time, _ in bars.values())
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="{top + height * len(times) + 8}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="{top + height * len(bars) + 8}" '
         'font-family="sans-serif" font-size="14">',
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="10" y="20" font-weight="bold">{title}</text>',
     ]
-    for number, (name, time) in enumerate(sorted(times.items(), key=lambda bar: bar[1])):
+    for number, (name, (time, ratio)) in enumerate(sorted(bars.items(), key=lambda bar: bar[1])):
         y, long = top + height * number, max(2.0, width * time / longest)
+        said = f"{figures((time, time), 'us')} ({ratio} x)"
         colour = "#d9480f" if name == ours else "#868e96"
         lines += [
             f'<text x="{label - 10}" y="{y + 20}" text-anchor="end">{name}</text>',
             f'<rect x="{label}" y="{y + 5}" width="{long:.0f}" height="{height - 12}" fill="{colour}"/>',
-            f'<text x="{label + long + 8:.0f}" y="{y + 20}">{figures((time, time), "us")}</text>',
+            f'<text x="{label + long + 8:.0f}" y="{y + 20}">{said}</text>',
         ]
     return "\n".join([*lines, "</svg>"]) + "\n"
 

@@ -260,7 +260,7 @@ def death(peer: Contestant, size: str, workers: int, patience: float) -> Death:
         peer.ask("kill", folder)
         found = peer.ask("publish_again", patience=patience)
     if peer.trouble == HUNG:
-        return Death(peer.name, others=f"blocked for {patience:.0f} s, then ended")
+        return Death(peer.name, others=f"still blocked after {patience:.0f} s, when the benchmark ended it")
     if peer.trouble:
         return Death(peer.name, peer.trouble)
     peer.stop()

@@ -31,7 +31,8 @@ BARS = (  # of a peer in two forms the faster one
 
 def chart(cells: list[Cell]) -> str | None:
     """The README's bars as SVG. None: this run has not measured all of them."""
-    found = {each.peer: each.p50 * 1e6 for each in merged(cells) if place(each) == CHART and not each.trouble}
+    here = (each for each in merged(cells) if place(each) == CHART and not each.trouble)
+    found = {each.peer: (each.p50 * 1e6, _ratio(each)) for each in here}
     if not found.keys() >= set(BARS):
         return None
     title = f"{CHART}: median time until all have computed with new weights"

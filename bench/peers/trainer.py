@@ -84,7 +84,7 @@ class PeerTrainer:
         hold.wanted.unlink()
         victim = self.session.pids[0]
         os.kill(victim, signal.SIGKILL)
-        until(lambda: not psutil.pid_exists(victim) or psutil.Process(victim).status() == psutil.STATUS_ZOMBIE)
+        until(lambda: has_ended(victim))
 
     def publish_again(self) -> tuple[float, str, str]:
         """After a kill: seconds until the publication returned, what it raised, and whether the others have it."""
@@ -116,6 +116,13 @@ def processor_time(pid: int) -> float:
         return time.clock_gettime(~pid << 3 | 2)
     except OSError:
         return 0.0
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def until(reached: Any, seconds: float = 30.0) -> None:

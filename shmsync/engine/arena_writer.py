@@ -129,7 +129,7 @@ class ArenaWriter:
             side.ready(deadline)
             try:
                 plan = self.plans.find_like(weights) if side.adopted is None and side.writes.at_once else None
-                if plan is None or not plan.whole or plan.in_place:
+                if plan is None or plan.kind is not type(weights) or not plan.whole or plan.in_place:
                     return None
                 return publish_plan(side, plan, deadline)
             finally:
@@ -321,8 +321,10 @@ def _clean_up(created: segment.Created, side: WriteSide, closing: list[bool]) ->
             side.restore_adopted()
     finally:
         side.end()
-        created.unlock()
-        segment.withdraw(side.name, created.inode)
+        try:  # with the lock of one that is not ready: whoever has it may remove the name, and make it anew
+            segment.withdraw(side.name, created.inode)
+        finally:
+            created.unlock()
         side.peers.close()
     if closing or not exiting():  # else a daemon thread may still copy, and the memory goes with the process anyway
         side.arena.release()

@@ -203,11 +203,11 @@ class Workers:
         if member is None:
             known = f"the workers are {sorted(self._members)}" if self._members else "none was started"
             raise ValueError(f"there is no worker {rank!r}, {known}")
-        member.listen()
-        if not member.reported and (member.failure or member.died):
+        died = member.died  # before it is ended here
+        self._end_member(member, _TERMINATED)
+        if not member.reported and (member.failure or died):
             self._log_failure(member, ", and is started again")
         member.reported = True
-        self._end_member(member, _TERMINATED)
         self._start([rank])
 
     def start(self) -> Workers:

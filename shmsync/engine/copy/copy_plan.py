@@ -31,6 +31,7 @@ class CopyPlan:
     """A checked source: which tensors are copied, which through a private copy, and which leaves keep their value.
 
     Attributes:
+        kind: the class of the source that it was made for, if it fits others.
         conversions: the leaves that cannot be copied as plain bytes of the host; stage() them before readers are kept
             out. Only they may come from devices.
     """
@@ -79,6 +80,7 @@ class CopyPlan:
         # Tied leaves given as two tensors of equal values may differ the next time.
         self._outline = seen.outline(row_of, converted_of) if seen is not None and seen.plain and not apart else None
         self._sources = _native.Sources(list(collected.watched_dicts or ()) if self._outline is None else [], rows)
+        self.kind: type | None = None
         self.fits_others = self._outline is not None  # is it good for other sources that are like its own?
         # Those that it was made for; none if it fits others.
         self.tensors: Mapping[Key, Any] = {} if self.fits_others else collected.tensors

@@ -84,6 +84,7 @@ class PlanCache:
                 return kept
             self._of_objects.pop(source)
         made = self.make(source, by_value=True)
+        made.kind = type(source)
         if made.fits_others:
             self._taken = made
             self._of_values = [made, *self._of_values[: _KEPT - 1]]

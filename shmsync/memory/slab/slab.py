@@ -58,9 +58,10 @@ def create(slots: int, slot_bytes: int, session: bytes, name: str) -> Slab:
             f"{slots} slot(s) of {slot_bytes:,} bytes need {needed:,} bytes but {available:,} are available to this "
             "process (machine and cgroup); use fewer slots, a smaller dtype=, or exclude= what workers do not need"
         )
-    fd = os.memfd_create(f"shmsync:{name}"[:_NAME_BYTES], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    file = _File(os.memfd_create(f"shmsync:{name}"[:_NAME_BYTES], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    fd = file.fd
     with ExitStack() as undo:
-        undo.callback(close, fd)
+        undo.callback(file.close)
         try:
             placement.allocate(fd, needed)
         except OSError as error:
@@ -76,17 +77,33 @@ def create(slots: int, slot_bytes: int, session: bytes, name: str) -> Slab:
         slab = Slab(memfd.map_readonly(fd, needed), writable, fd, os.fstat(fd).st_ino)
         # Read-only in forked children, as long as the mapping lives: tensors kept from update() outlive close().
         address = writable.data_ptr()
+        let_go = weakref.finalize(writable, _let_go, address, file)  # before it is protected: an interrupt may come
+        let_go.atexit = False
+        undo.callback(let_go)
         _native.protect_in_children(address, needed, fd)
-        weakref.finalize(writable, _unprotect, address, fd).atexit = False
         undo.pop_all()
         for storage in (slab.readonly, writable):
             _explain_faults(storage, needed, name)
         return slab
 
 
-def _unprotect(address: int, fd: int) -> None:
+class _File:
+    """An open file that is closed once, wherever an interrupt comes: by close(), or when this object is gone."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def close(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            close(fd)
+
+    __del__ = close
+
+
+def _let_go(address: int, file: _File) -> None:
     _native.unprotect_in_children(address)
-    close(fd)
+    file.close()
 
 
 def beside(device: Device, size: int) -> Slab:

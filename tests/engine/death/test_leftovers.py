@@ -9,7 +9,8 @@ import pytest
 
 import shmsync
 from shmsync import _native, cli
-from shmsync.memory.control import header, leftovers
+from shmsync.engine.arena_writer import ArenaWriter
+from shmsync.memory.control import header, leftovers, segment
 from shmsync.schemes.remote.relay import Relay, RelayOptions
 from support.calls import in_forked_child
 from support.choice import first
@@ -191,7 +192,27 @@ def test_a_name_that_stands_for_a_newer_segment_stays(name):
         os.rename(segment_path(name), segment_path(f"{name}.aside"))
         try:
             with shmsync.Publisher(stamped(2), name=name):
-                header.unlink(name, old.fileno())
+                header.unlink(name, header.inode_of(old.fileno()))
                 assert segment_path(name).exists()
         finally:
             os.rename(segment_path(f"{name}.aside"), segment_path(name))
+
+
+def test_a_creator_that_fails_has_its_lock_until_its_name_is_gone(name, monkeypatch):
+    """Else another creator might take the name between the look at it and its removal."""
+
+    def fail(*_, **__):
+        raise RuntimeError("the first publish fails")
+
+    def withdraw(*arguments):
+        with header.opened(name) as fd:
+            locked.append(header.locked(fd))
+        return usual(*arguments)
+
+    locked, usual = [], segment.withdraw
+    monkeypatch.setattr(ArenaWriter, "publish", fail)
+    monkeypatch.setattr(segment, "withdraw", withdraw)
+    with pytest.raises(RuntimeError, match="the first publish fails"):
+        shmsync.Publisher(stamped(1), name=name)
+    assert locked == [True]
+    assert not segment_path(name).exists()

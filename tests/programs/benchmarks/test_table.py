@@ -201,7 +201,7 @@ def test_the_tables_are_pasted_between_their_marks_and_nothing_else_changes(page
             "headlines",
             "| 100 MB to any number of readers, `publish()` with one thread | 2 µs | memcpy: 4 µs | 0.50 |",
         ),
-        ("README.md", "headlines", "| 100 MB to 4 Ray actors of a node | not measured in this run |"),
+        ("README.md", "headlines", '| 100 MB to 4 Ray actors of a node, `fan_out="node"` | not measured in this run |'),
         ("docs/performance.md", "table", "| another | not installed: ray |"),
     ):
         now = (pages / name).read_text()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
+import os
 import subprocess
 import sys
 
@@ -139,3 +141,63 @@ sys.exit(0 if seen == {True, False} else 3)
             assert subprocess.run([sys.executable, "-c", read, path], timeout=120, check=False).returncode == 0
         finally:
             other.kill()
+
+
+class InterruptAt:
+    """Ctrl-C at the nth line of slab.create() that begins while this is entered."""
+
+    def __init__(self, nth):
+        self.left = nth
+
+    def __enter__(self):
+        sys.settrace(lambda frame, *_: self._line if frame.f_code is _slab.create.__code__ else None)
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def _line(self, frame, event, argument):
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self._line
+
+
+def interrupted_at(nth):
+    """Was slab.create() interrupted there?"""
+    try:
+        with InterruptAt(nth):
+            _slab.create(2, 1 << 21, bytes(16), "interrupted")
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def test_an_interrupt_anywhere_closes_the_slabs_descriptor_once():
+    before = descriptors()
+    for nth in itertools.count(1):
+        if not interrupted_at(nth):
+            break
+        assert {target for target in descriptors().values() if "interrupted" in target} == set()
+        files = [open(os.devnull) for _ in range(4)]  # noqa: SIM115  # they get the numbers that were free
+        gc.collect()
+        for file in files:
+            os.fstat(file.fileno())
+            file.close()
+    assert nth > 15
+    gc.collect()
+    assert descriptors() == before
+
+
+def test_no_child_protects_memory_that_an_interrupt_gave_back(monkeypatch):
+    """A finalizer that takes the address back is there before the address is."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    protected = []
+    monkeypatch.setattr(_slab._native, "protect_in_children", lambda *each: protected.append(each))
+    monkeypatch.setattr(_slab.weakref, "finalize", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _slab.create(2, 1 << 21, bytes(16), "interrupted")
+    assert protected == []
