@@ -90,13 +90,15 @@ def create(slots: int, slot_bytes: int, session: bytes, name: str) -> Slab:
 class _File:
     """An open file that is closed once, wherever an interrupt comes: by close(), or when this object is gone."""
 
+    fd = -1
+
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
     def close(self) -> None:
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            close(fd)
+            os.close(fd)  # no call of Python's between, so no interrupt
 
     __del__ = close
 
