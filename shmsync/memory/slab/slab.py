@@ -98,7 +98,10 @@ class _File:
     def close(self) -> None:
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            os.close(fd)  # no call of Python's between, so no interrupt
+            try:  # not by a function of ours: an interrupt could come at its beginning
+                os.close(fd)
+            except OSError:  # Linux has closed it even so
+                pass
 
     __del__ = close
 
