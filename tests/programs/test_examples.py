@@ -42,7 +42,7 @@ class TestCleanRL:
     def _needs(self):
         pytest.importorskip("gymnasium", reason="the example needs gymnasium, which shmsync[demo] brings")
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_it_learns_while_workers_act(self, run):
         output = run("cleanrl_ppo_async.py", "--target-return", "195", "--total-timesteps", "200000").end()
         end = dict(re.findall(r"(\w+)=([\d.]+)", output.splitlines()[-1]))
@@ -75,7 +75,7 @@ class TestStableBaselines3:
         rows = re.findall(r"^ *(\d+) +(\d+) +\d+ +([\d.]+)  (.*)$", output, re.MULTILINE)
         return {int(version): (int(steps), float(mean), names) for version, steps, mean, names in rows}
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_versions_are_judged_while_training_goes_on(self, run):
         example = run("sb3_evaluators.py", "--timesteps", "12000")
         example.read_until("2 evaluators are playing")

@@ -5,8 +5,9 @@ their combinations. The covering choice takes so few of them that each scheme, e
 occurs. A scheme that is there with several options counts once; the options take turns. Which combinations these are
 differs from function to function, and is the same in every run.
 
-A test that is marked `full` is never of the covering choice: another one of its function shows the same, or it is a
-training of a minute or more whose program other tests start too.
+A test that is marked `full` is never of the covering choice: another one of its function shows nearly the same. One
+that is marked `slow` is of no choice but all and rest: it is a training, or a section of the benchmark, of a minute or
+more, and shorter tests start the same program.
 
 The pairs are what CI runs after the covering choice: so many more combinations that every two values of two parameters
 meet in one test. Most faults need one value or two, so combinations of three are left to `make test-all`.
@@ -50,7 +51,7 @@ def choose(items, choice):
 
 def cover(items, taken):
     """Tests of one function, in which every value of every parameter occurs."""
-    items = [item for item in items if not item.get_closest_marker("full")]
+    items = [item for item in items if not (item.get_closest_marker("full") or item.get_closest_marker("slow"))]
     if len(items) <= 1:
         return items
     given = {id(item): item.callspec.params.values() for item in items}
@@ -80,6 +81,7 @@ def values_of(item):
 
 def pair(items, covering):
     """Tests of one function in which every two values of two parameters meet, but for those that `covering` has."""
+    items = [item for item in items if not item.get_closest_marker("slow")]
     met = {id(item): set(combinations(sorted(values_of(item)), min(2, len(values_of(item))))) for item in items}
     missing = set().union(*met.values()) - set().union(*(met[id(item)] for item in items if id(item) in covering))
     left = sorted(

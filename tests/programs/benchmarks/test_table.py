@@ -51,7 +51,7 @@ def row(**values):
 
 
 @pytest.mark.parametrize(
-    "section", [pytest.param(each, marks=() if each in SOON else pytest.mark.full) for each in SECTIONS]
+    "section", [pytest.param(each, marks=() if each in SOON else pytest.mark.slow) for each in SECTIONS]
 )
 def test_each_section_gives_rows_with_a_check_or_a_reason(tmp_path, section):
     done = run(BENCH / "table.py", "--sections", section, "--seconds", "8", "--patience", "280", "--out", tmp_path,

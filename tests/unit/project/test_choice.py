@@ -12,12 +12,12 @@ from support.choice import choose
 NUMBERS = {"scheme": range(6), "start": range(3), "form": range(4), "slots": range(2)}
 
 
-def item(name, params, full=False):
+def item(name, params, full=False, mark="full"):
     """What choose() asks of a test."""
     return SimpleNamespace(
         nodeid=f"tests/test_it.py::{name}{list(params.values())}" if params else f"tests/test_it.py::{name}",
         callspec=SimpleNamespace(params=params),
-        get_closest_marker=lambda mark: True if full and mark == "full" else None,
+        get_closest_marker=lambda asked: True if full and asked == mark else None,
     )
 
 
@@ -52,6 +52,12 @@ def test_a_full_test_waits_for_the_pairs():
     covering, pairs = (choose(items, choice)[0] for choice in ("covering", "pairs"))
     assert [each.callspec.params["scheme"] for each in covering] == ["scheme0"]
     assert {each.callspec.params["scheme"] for each in pairs} == {f"scheme{n}" for n in range(1, 6)}
+
+
+def test_a_slow_test_waits_for_all():
+    items = [item("test_training", {}, True, "slow"), item("test_other", {}), *product(["scheme", "form"])]
+    chosen = {choice: choose(items, choice)[0] for choice in ("covering", "pairs", "rest", "all")}
+    assert {choice for choice, found in chosen.items() if items[0] in found} == {"rest", "all"}
 
 
 def test_a_full_test_without_parameters_waits_for_the_pairs():
