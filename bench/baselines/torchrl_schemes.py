@@ -28,7 +28,7 @@ def shut_down(scheme: Any) -> None:
     """After its workers were killed."""
     for queues in (scheme._weight_init_queues, scheme._instruction_queues, scheme._ack_queues):
         for queue in queues.values():
-            queue.cancel_join_thread()  # nobody reads any more; shutdown() would wait for that
+            queue.cancel_join_thread()  # it has no reader any more, and shutdown() would wait for one
     scheme.shutdown()
 
 

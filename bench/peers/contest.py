@@ -1,8 +1,8 @@
 """The peers in turns: every size, then the SIGKILL of a reader. Each has a trainer process and its own environment.
 
 All of them at once would need some 15 GB, so they come in heats, each beside shmsync's publish() with one slot. The
-peers of a heat take turns, and a slow moment of the machine hits all. A peer that fails or hangs is ended with all that
-it started, and takes no further part.
+peers of a heat take turns, and a slow moment of the machine hits all. A peer that fails or hangs is ended with the
+processes that it started, and takes no further part.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Tensors(session.Session):
     def close(self) -> None:
         super().close()
         for queue in self.queues:
-            queue.cancel_join_thread()  # nobody reads any more
+            queue.cancel_join_thread()  # it has no reader any more
 
 
 class Arrays(Tensors):

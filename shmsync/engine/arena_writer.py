@@ -321,7 +321,7 @@ def _clean_up(created: segment.Created, side: WriteSide, closing: list[bool]) ->
             side.restore_adopted()
     finally:
         side.end()
-        try:  # with the lock of one that is not ready: whoever has it may remove the name, and make it anew
+        try:  # before unlock(): the process that has the lock of an unready segment may remove its name and use it
             segment.withdraw(side.name, created.inode)
         finally:
             created.unlock()
