@@ -203,11 +203,11 @@ class Workers:
         if member is None:
             known = f"the workers are {sorted(self._members)}" if self._members else "none was started"
             raise ValueError(f"there is no worker {rank!r}, {known}")
-        died = member.died  # before it is ended here
+        unsaid, died = not member.reported, member.died
+        member.reported = True  # before it is ended here: a wait of another thread would take that for a death
         self._end_member(member, _TERMINATED)
-        if not member.reported and (member.failure or died):
+        if unsaid and (member.failure or died):
             self._log_failure(member, ", and is started again")
-        member.reported = True
         self._start([rank])
 
     def start(self) -> Workers:
