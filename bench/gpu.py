@@ -4,7 +4,8 @@
     make bench BENCH=gpu ARGS=--dry-run      what it would do; needs no GPU
     make bench BENCH=gpu ARGS="--largest 256MB --workers 1,2"
 
-Rows, for each size and number of workers:
+Rows, for each size and number of workers, of 64 equal tensors; and from 256 MB on, for one worker, of tensors in number
+and proportion like those of two language models, of an 8B Llama (291) and of a mixture of experts (18,867):
     publish       publish(wait=[]) of weights on the GPU, beside a copy of as many bytes on the GPU (the floor)
     trainer       how long the trainer's thread stands still in publish(); the copy goes on behind it
     update        an update() that changes one value, which should not grow with the size
@@ -37,13 +38,36 @@ from shmsync.memory.cuda import refused
 
 SIZES = {"1MB": 1 << 20, "16MB": 1 << 24, "256MB": 1 << 28, "1GB": 1 << 30, "8GB": 1 << 33}
 WORKERS = [1, 2, 4]
-LEAVES = 64
+EQUAL = [1] * 64
+LARGE = 1 << 28  # from here on the models' shapes are tried
+
+
+def llama() -> list[int]:
+    """Numbers of elements of an 8B Llama: 32 layers, 8 of 32 heads for keys and values, an embedding and a head."""
+    wide, inner, vocabulary = 4096, 14_336, 128_256
+    layer = [wide * wide, wide * wide // 4, wide * wide // 4, wide * wide, *[wide * inner] * 3, wide, wide]
+    return [vocabulary * wide, *layer * 32, wide, vocabulary * wide]
+
+
+def mixture() -> list[int]:
+    """Numbers of elements of a mixture of experts as Qwen3-30B-A3B: 48 layers of 128 experts."""
+    wide, heads, vocabulary = 2048, 4096, 151_936
+    attention = [wide * heads, wide * heads // 8, wide * heads // 8, heads * wide, 128, 128, wide, wide]
+    layer = [*attention, wide * 128, *[wide * 768] * 3 * 128]
+    return [vocabulary * wide, *layer * 48, wide, vocabulary * wide]
+
+
+MODELS = {"like an 8B Llama": llama, "like a mixture of experts": mixture}
 CONTEXT = multiprocessing.get_context("spawn")  # a forked child may not use CUDA
 
 
-def weights(size: int, device: str) -> dict[str, torch.Tensor]:
-    words = size // LEAVES // 4
-    return {f"layer{number}": torch.ones(words, device=device) for number in range(LEAVES)}
+def weights(size: int, device: str, proportions: list[int] = EQUAL) -> dict[str, torch.Tensor]:
+    """Tensors of float32 in these proportions, of so many bytes in all, or somewhat more where one would be empty."""
+    whole, words = sum(proportions), size // 4
+    return {
+        f"layer{number}": torch.ones(max(1, words * each // whole), device=device)
+        for number, each in enumerate(proportions)
+    }
 
 
 def whole(tensors: Any, version: int) -> bool:
@@ -93,8 +117,11 @@ def hold_tensors(pipe: Any) -> None:
         pipe.send(sum(float(tensor[0]) for tensor in tensors.values()))
 
 
-def arena_rows(where: str, size: int, workers: int, rounds: int, device: str = "cuda:0") -> Iterator[Row]:
-    source, answers = weights(size, device), CONTEXT.Queue()
+def arena_rows(
+    where: str, size: int, workers: int, rounds: int, device: str = "cuda:0", proportions: list[int] = EQUAL
+) -> Iterator[Row]:
+    source, answers = weights(size, device, proportions), CONTEXT.Queue()
+    size = sum(tensor.nbytes for tensor in source.values())
     floor_from, floor_to = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
     publishes, stands, floors, stalls = [], [], [], []
     with (
@@ -205,6 +232,8 @@ def rows(sizes: dict[str, int], workers: list[int], rounds: int) -> Iterator[Row
             where = f"{name}, {many} workers"
             yield from arena_rows(where, size, many, rounds)
             yield from peer_rows(where, size, many, rounds)
+        for model, proportions in MODELS.items() if size >= LARGE else ():
+            yield from arena_rows(f"{name} {model}", size, 1, rounds, proportions=proportions())
         if torch.cuda.device_count() > 1:
             yield nccl_row(name, size, rounds, 29500 + number)
         torch.cuda.empty_cache()
@@ -225,7 +254,10 @@ def main() -> None:
     why = refused()
     if arguments.dry_run:
         for name, size in sizes.items():
-            print(f"{name}: {LEAVES} tensors; {', '.join(map(str, workers))} workers; {rounds} rounds of each row;")
+            print(f"{name}: {len(EQUAL)} tensors; {', '.join(map(str, workers))} workers; {rounds} rounds of each row;")
+            if size >= LARGE:
+                models = (f"{len(made())} tensors {model}" for model, made in MODELS.items())
+                print(f"    {', '.join(models)}; 1 worker")
             print(f"    {size * 5:,} bytes of GPU memory: the weights, two slots, two of the floor")
         print("nccl: only with two GPUs or more; per tensor and pickle: up to 256 MB")
         print("here it can run" if why is None else f"here it would be skipped: {why}")

@@ -62,7 +62,7 @@ if _TYPE_CHECKING:
     from .engine.read.section_values import VersionStamp
     from .engine.stats import PublisherStats, ReaderInfo, SubscriberStats
     from .engine.subscriber import Snapshot, Subscriber, attach
-    from .engine.verify.local import Proof
+    from .engine.verify.compare import Proof
     from .schemes import *  # noqa: F403
     from .workers import Workers
 
@@ -113,7 +113,7 @@ __all__ += _schemes.__all__
 # Imported when they are first used: they need torch, which the command line starts without.
 _LATER = {
     "Latency": ".engine.deadlines",
-    "Proof": ".engine.verify.local",
+    "Proof": ".engine.verify.compare",
     "Publisher": ".engine.publisher",
     "PublisherStats": ".engine.stats",
     "ReaderInfo": ".engine.stats",

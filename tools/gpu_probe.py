@@ -10,8 +10,10 @@ the others as they are. shmsync must be installed.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import json
+import mmap
 import multiprocessing
 import os
 import signal
@@ -32,6 +34,7 @@ CONTEXT = multiprocessing.get_context("spawn")
 SIZE = {False: 256 << 20, True: 1 << 20}  # bytes of a model, by --small
 LEAVES = {False: (1, 64, 291, 18_000), True: (1, 64)}  # 291: an 8B Llama; 18,000: a mixture of experts
 ROUNDS = {False: 20, True: 3}
+ONLY_CUDA = "left out: only CUDA has it"
 
 
 class Machine:
@@ -201,17 +204,62 @@ def a_close_waits_for_the_device(machine: Machine) -> Any:
     return {"seconds": time.perf_counter() - start}
 
 
-def host_memory_can_be_registered(machine: Machine) -> Any:
-    """Does CUDA register pages of a memfd? A commit by the device itself, without a host function, would need it."""
-    if machine.device.type != "cuda":
-        return "left out: only CUDA has it"
-    import mmap
+def a_stream_writes_into_shared_memory(machine: Machine) -> Any:
+    """Microseconds until a thread sees a word of a memfd that a stream writes (cuStreamWriteValue64).
 
+    A commit without a host function, and a slot that comes free while its reader's process is stopped, would need it.
+    """
+    if machine.device.type != "cuda":
+        return ONLY_CUDA
     memory = os.memfd_create("probe")
     os.ftruncate(memory, 1 << 20)
-    pages = torch.frombuffer(mmap.mmap(memory, 1 << 20), dtype=torch.uint8)
+    words = torch.frombuffer(mmap.mmap(memory, 1 << 20), dtype=torch.int64)
     runtime: Any = torch.cuda.cudart()
-    return {"code": int(runtime.cudaHostRegister(pages.data_ptr(), pages.numel(), 0))}
+    driver, there = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64()
+    codes = {"register": int(runtime.cudaHostRegister(words.data_ptr(), words.nbytes, 2))}  # 2: mapped for the device
+    codes["address"] = driver.cuMemHostGetDevicePointer_v2(ctypes.byref(there), ctypes.c_void_p(words.data_ptr()), 0)
+    if any(codes.values()):
+        return {"codes": codes}
+    stream, taken = ctypes.c_void_p(torch.cuda.Stream().cuda_stream), []
+    for value in range(1, 200):
+        start = time.perf_counter()
+        codes["write"] = driver.cuStreamWriteValue64_v2(stream, there, ctypes.c_uint64(value), 0)
+        while not codes["write"] and words[0].item() != value:
+            pass
+        taken.append(time.perf_counter() - start)
+    return {"codes": codes, "microseconds": statistics.median(taken) * 1e6}
+
+
+def a_mapping_can_be_read_only(machine: Machine) -> Any:
+    """The codes of CUDA's virtual memory calls that share memory by a descriptor, and map it for reading only."""
+    if machine.device.type != "cuda":
+        return ONLY_CUDA
+    from cuda.bindings import driver
+
+    torch.zeros(1, device=machine.device)  # makes the context
+    as_descriptor = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    wanted, access = driver.CUmemAllocationProp(), driver.CUmemAccessDesc()
+    wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    wanted.requestedHandleTypes = as_descriptor
+    for location in (wanted.location, access.location):
+        location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        location.id = machine.device.index or 0
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+    codes = {}
+
+    def call(name: str, *arguments: Any) -> Any:
+        code, *found = getattr(driver, name)(*arguments)
+        codes[name] = int(code)
+        return found[0] if found else None
+
+    least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    size = call("cuMemGetAllocationGranularity", wanted, least)
+    descriptor = call("cuMemExportToShareableHandle", call("cuMemCreate", size, wanted, 0), as_descriptor, 0)
+    memory = call("cuMemImportFromShareableHandle", descriptor, as_descriptor)
+    address = call("cuMemAddressReserve", size, 0, 0, 0)
+    call("cuMemMap", address, size, 0, memory, 0)
+    call("cuMemSetAccess", address, size, [access], 1)
+    return codes
 
 
 FACTS: dict[str, Callable[[Machine], Any]] = {
@@ -224,7 +272,8 @@ FACTS: dict[str, Callable[[Machine], Any]] = {
         cost_of_calls,
         bandwidth,
         a_close_waits_for_the_device,
-        host_memory_can_be_registered,
+        a_stream_writes_into_shared_memory,
+        a_mapping_can_be_read_only,
     )
 }
 

@@ -76,7 +76,7 @@ FAULTS = [
           "unit/adopt/test_adopt_optimizers.py unit/adopt/test_adopt.py"),
     Fault("shmsync/engine/verify/checksums.py", "if offset in self._given or offset not in self._known}",
           "if offset not in self._known}", "unit/bind/test_verify.py"),
-    Fault("shmsync/engine/verify/local.py", "if same and tensor.stride() == view.stride():", "if True:",
+    Fault("shmsync/engine/verify/compare.py", "if same and tensor.stride() == view.stride():", "if True:",
           "unit/bind/test_verify.py"),
     # memory
     Fault("shmsync/memory/manifest.py", "            _check_places(leaves)", "            pass",
@@ -92,7 +92,7 @@ FAULTS = [
     # schemes
     Fault("shmsync/schemes/unacked.py", "self._due[worker] = {**due, **part.leaves}",
           "self._due[worker] = dict(part.leaves)", "conformance/sends/test_partial.py"),
-    Fault("shmsync/schemes/link/exchange.py", "if all(end.answered(tag) for tag in tags):", "if True:",
+    Fault("shmsync/schemes/link/gather.py", "if all(end.answered(tag) for tag in tags):", "if True:",
           "conformance/sends/test_send.py"),
     Fault("shmsync/schemes/link/messages.py", "if message.tag is not None and not is_tag(message.tag):", "if False:",
           "conformance/trouble/test_foreign_messages.py"),
@@ -106,7 +106,7 @@ FAULTS = [
     Fault("shmsync/schemes/remote/packed_weights.py", "copy = not views_will_do(label)", "copy = False",
           "conformance/scheme/test_copies.py conformance/sends/test_receive.py remote/test_distributed_schemes.py"),
     Fault("shmsync/schemes/link/proved.py", " or nonce in self._nonces:", ":", "unit/schemes/test_proved.py"),
-    Fault("shmsync/schemes/remote/distributed/rank_worker.py", "or wrong_with(message):", "or False:",
+    Fault("shmsync/schemes/remote/distributed/rank_inbox.py", "or wrong_with(message):", "or False:",
           "unit/schemes/test_rank_ends.py"),
     Fault("shmsync/schemes/remote/rpc/rpc_scheme.py", "if len(infos) != len(rrefs):", "if False:",
           "conformance/scheme/test_arguments.py remote/test_rpc_schemes.py"),
@@ -121,7 +121,7 @@ FAULTS = [
           "integrations/scheme/test_workers.py integrations/collectors/weights/test_versions.py"),
     Fault("shmsync/cli/sweeping.py", 'return f"would remove {seen.name}{_why(seen)}"',
           'return f"would keep {seen.name}{_why(seen)}"', "engine/observe/test_observed.py"),
-    Fault("shmsync/cli/top/history.py", 'holding = {reader.row: number for number', "holding = {0: number for number",
+    Fault("shmsync/cli/top/figures.py", 'holding = {reader.row: number for number', "holding = {0: number for number",
           "programs/test_top.py"),
     # the native core
     Fault("native/src/publication.cpp", "if (k == current_slot_ || pinned[k]) continue;",

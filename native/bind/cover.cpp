@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "model_lock.hpp"
-#include "reader.hpp"
+#include "subscriber.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

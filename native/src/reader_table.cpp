@@ -60,6 +60,7 @@ std::optional<std::uint32_t> ReaderTable::claim(std::uint64_t me, std::int32_t w
 bool ReaderTable::take_over(std::uint32_t row, std::uint64_t dead, std::uint64_t me, std::int32_t worker) {
   // The CAS comes first: until it succeeds the row is the dead owner's, and the writer or another joiner
   // may be taking it at this moment. In between, the dead owner's pin only delays reuse.
+  // SYNC row.free: acquire; the pin that the dead owner stored, and what others did to the row before, are seen.
   if (!rows_[row].owner.compare_exchange_strong(dead, me, std::memory_order_acq_rel)) return false;
   SHMSYNC_FAILPOINT("take_over.owner");
   unname(rows_[row]);
@@ -71,6 +72,7 @@ bool ReaderTable::take_over(std::uint32_t row, std::uint64_t dead, std::uint64_t
 }
 
 bool ReaderTable::reap(std::uint32_t row, std::uint64_t dead, std::uint64_t me) {
+  // SYNC row.free: acquire; as in take_over().
   if (!rows_[row].owner.compare_exchange_strong(dead, me, std::memory_order_acq_rel)) return false;
   SHMSYNC_FAILPOINT("reap.owner");
   release(row);

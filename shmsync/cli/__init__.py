@@ -1,7 +1,7 @@
-"""The command line: `shmsync list`, `inspect`, `top`, `doctor`, `export`, `gc`, `completion`, `demo`.
+"""The command line: `shmsync list`, `inspect`, `top`, `doctor`, `export`, `publish`, `gc`, `completion`, `demo`.
 
-One file for each command; program.py has them all. What they show of an arena comes from memory/inspection.py.
-All but `export` and `demo` start without torch; tests/programs/test_light_imports.py lists what they import.
+program.py has them all. What they show of an arena comes from memory/inspection.py.
+All but `export`, `publish` and `demo` do without torch; tests/programs/test_light_imports.py lists what they import.
 May be imported by __main__.
 """
 

@@ -20,12 +20,12 @@ from ..engine.deadlines import timeout_or_default, timeout_or_none
 from ..engine.outcome import Outcome
 from ..engine.source.strategy import WeightStrategy
 from ..engine.source.wrappers import state_of
-from ..engine.verify.local import Proof
+from ..engine.verify.compare import Proof
 from ..errors import ClosedError, WorkerDied
 from ..memory.system.exiting import watch_exit
 from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
 from ..schemes.arenas.worker_devices import DeviceChoice, WorkerDevices
-from ..schemes.link.exchange import WORDING
+from ..schemes.link.gather import WORDING
 from . import buffers
 from .buffers import RESULTS
 from .options import LAST_SEED, CollectorOptions, OnLag, WorkerSpec, check, whole
@@ -33,8 +33,8 @@ from .policy_packing import pack
 from .spaces import DiscreteActions
 from .trainer.batches import Batches
 from .trainer.jobs import Jobs
+from .trainer.start_and_restart import WorkerSetup
 from .trainer.worker_pool import WorkerPool, raise_closing
-from .trainer.worker_setup import WorkerSetup
 from .worker.collector_process import LOAD, STATE
 
 START_TIMEOUT = 120.0  # seconds

@@ -33,7 +33,7 @@ from .source.leaf_check import problem_with
 from .source.manifest_check import same_bytes
 from .source.sources import EVERYTHING, Filter, Weights, check_keys, collect, not_saved
 from .verify.checksums import check_checksum, refuse_without_checksums
-from .verify.local import Proof
+from .verify.compare import Proof
 from .verify.request import VerifyRequest
 from .write.acks import Acks
 from .write.publishing import publish_plan

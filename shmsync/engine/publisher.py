@@ -25,7 +25,7 @@ from .source.arena_device import SAME
 from .source.dtypes import Dtypes, check_dtypes
 from .source.sources import Filter, Patterns, Weights
 from .stats import PublisherStats, ReaderInfo
-from .verify.local import Proof
+from .verify.compare import Proof
 from .verify.tracing import Tracing
 from .write.acks import Acks
 from .write.update import Update

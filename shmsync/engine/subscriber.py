@@ -16,7 +16,7 @@ from ..errors import ClosedError, Poisoned, ProtocolError, WriterBusy
 from ..memory.control.segment import Handle
 from ..memory.dynamo import skip
 from .bind.guarded_methods import GuardNames
-from .bind.install import bind
+from .bind.install_guards import bind
 from .bind.module_check import ModuleCheck
 from .by_identity import ByIdentity
 from .by_value import copy_by_value
@@ -25,7 +25,7 @@ from .read.opening import open_reader
 from .read.reading import ReadPath
 from .read.snapshot import KeptTargets, Snapshot, Targets, state_of, targets_for
 from .stats import SubscriberStats
-from .verify.local import Proof
+from .verify.compare import Proof
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -36,7 +36,7 @@ M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
 
 
-class Subscriber(_native.Sections):  # with read() and refresh(): native/bind/reader.cpp
+class Subscriber(_native.Sections):  # with read() and refresh(): native/bind/subscriber.cpp
     """Reads the weights of one arena, zero-copy.
 
     Args:

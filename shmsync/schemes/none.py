@@ -7,7 +7,7 @@ from typing import Any
 from typing_extensions import override
 
 from ..engine.deadlines import timeout_or_none
-from ..engine.verify.local import Proof
+from ..engine.verify.compare import Proof
 from ..errors import ProtocolError
 from .api import WeightSyncScheme
 from .receiver import WeightReceiver

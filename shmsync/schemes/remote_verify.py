@@ -17,7 +17,7 @@ from ..engine.source.sources import not_saved
 from ..engine.source.strategy import leaves_of
 from ..engine.source.wrappers import of_wrappers, respelled, spelled_in
 from ..engine.verify.checksums import checksum_of
-from ..engine.verify.local import Proof
+from ..engine.verify.compare import Proof
 from ..errors import NotDelivered, ProtocolError
 from ..memory.torch_modes import run_plainly
 

@@ -10,7 +10,7 @@ from torch import nn
 from typing_extensions import override
 
 from ..engine.deadlines import check_worker, deadline_after
-from ..engine.verify.local import Proof
+from ..engine.verify.compare import Proof
 from ..errors import NotDelivered, ProtocolError
 from .context_args import Arguments, chosen_workers, model_at, process_of
 from .link.blocking_calls import Calls, CallState

@@ -1,4 +1,4 @@
-/* Publish, pin, wake, reap, take over, abort, poison and crash (DESIGN sections 5 and 6).
+/* Publish, pin, wake, reap, take over, abort, poison and crash.
 
    slots = 1: the writer shuts the gate, waits for the pins to go, writes in place.
    slots 2, 3: the writer takes a slot that is neither current nor pinned; the gate is never shut.

@@ -1,5 +1,5 @@
 /* Fairness on slots = 1: a writer that publishes without pause for ever, two readers; does a reader that
-   waits always get in? (DESIGN section 5, "Fairness".) Only the turn rule is modelled here: safety and
+   waits always get in? Only the turn rule is modelled here: safety and
    sleeping are publication.pml's business, so a wait is a plain wait and a pin is a bit.
 
    A liveness property under weak fairness: whoever can go on, goes on at some time. That is what a futex

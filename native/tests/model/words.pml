@@ -1,4 +1,4 @@
-/* The shared words (DESIGN section 4), what a process does to them in one step, and the ghosts.
+/* The shared words (layout.hpp), what a process does to them in one step, and the ghosts.
 
    The model is sequentially consistent: every step is one load, one store or one read-modify-write, and
    a fence is nothing. Whether the orderings make the real machine behave so is the business of ../litmus.

@@ -1,4 +1,4 @@
-"""`shmsync top`: a panel of one arena that is drawn again at each interval.
+"""`shmsync top`: a panel of all arenas or of one, drawn again at each interval.
 
 May be imported by cli.
 """

@@ -16,7 +16,7 @@ from rich.text import Text
 from ...memory.inspection import ArenaSeen, Condition, ReaderSeen
 from ..measures import described, holders, slowest
 from ..output import duration, per_second, plain, size
-from .history import History, most_lag, sparkline
+from .figures import History, most_lag, sparkline
 
 _COLOURS = {
     Condition.ALIVE: "green",

@@ -21,7 +21,7 @@ from typing import Any
 from ..completion import complete_names
 from ..measures import described, holders, not_found, slowest
 from ..output import Commands, Page, command, duration, per_second, seconds
-from .history import ARENA_SORTS, READER_SORTS, History, most_lag
+from .figures import ARENA_SORTS, READER_SORTS, History, most_lag
 
 _EXAMPLES = """
 shmsync top                                  all arenas

@@ -13,8 +13,8 @@ from tensordict import TensorDict
 from ..buffers import BUFFERS
 from ..options import CollectorOptions
 from .jobs import Jobs
+from .start_and_restart import WorkerSetup
 from .worker_pool import WorkerPool
-from .worker_setup import WorkerSetup
 
 
 class Batches:

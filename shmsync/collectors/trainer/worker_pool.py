@@ -1,4 +1,4 @@
-"""The collector's processes, as the trainer sees them: started, read from, restarted, stopped."""
+"""The collector's processes, as the trainer sees them: started, read from, stopped (start_and_restart.py says when)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...memory.system.exiting import stay_if_exiting
 from ...memory.system.process import Peer
 from ...schemes import WeightSyncScheme
 from ...schemes.link.connection import Channel
-from ...schemes.link.exchange import LinkPoll
+from ...schemes.link.gather import LinkPoll
 from ..options import WorkerSpec
 from ..worker.collector_process import BATCH, CLOSED, ERROR, STOP, run
 

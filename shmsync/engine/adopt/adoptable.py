@@ -12,9 +12,9 @@ from ...errors import ManifestMismatch
 from ...memory.arena import Arena
 from ...memory.manifest import Key, tie
 from ..bind.module_check import refuse_max_norm
-from ..source.aliases import overlapping
 from ..source.leaf_check import problem_with
 from ..source.manifest_check import elsewhere, mismatches, same_bytes, same_layout, untied
+from ..source.overlaps import overlapping
 from ..source.second_names import second_names, without
 from ..source.sources import EVERYTHING, Collected, Filter, collect
 from .optimizer_hooks import state_tensors, stuck_states

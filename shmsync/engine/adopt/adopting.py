@@ -21,8 +21,8 @@ from ...memory.strides import same_order
 from ...memory.torch_modes import plainly, run_plainly
 from ..bind.guard import Proxy
 from ..bind.watching import unguarded_loads, would_be_written
-from ..source.aliases import shown_by_others
 from ..source.manifest_check import same_layout
+from ..source.overlaps import shown_by_others
 from ..source.sources import Filter, collect
 from ..source.wrappers import modules_in
 from .adoptable import Parts, misfit, parts_of

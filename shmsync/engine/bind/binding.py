@@ -25,7 +25,7 @@ from ..by_identity import ByIdentity
 from ..read.reading import ReadPath
 from ..source.sources import EVERYTHING, collect, not_saved
 from ..source.wrappers import modules_in
-from ..verify.local import HeldTensors
+from ..verify.compare import HeldTensors
 from .module_check import ModuleCheck, materialise, placed_modules
 
 # The bindings of each module, kept alive by their Subscriber alone: they hold views, and so the slab.
@@ -156,8 +156,11 @@ class Binding:
     def prepare(self) -> None:
         """Put back what was replaced, before anything moves.
 
-        Raises ManifestMismatch when the module was changed so that it does not show the arena any more.
+        Raises ManifestMismatch when the module was changed so that it does not show the arena any more, ProtocolError
+        when a graph is being captured that private copies would become part of.
         """
+        if self.copied and (path := self.path()) is not None:
+            path.streams.refuse_capture()
         if not (self._tree.unchanged() and self._dicts.revalidate()):
             self._follow()
         elif self._dicts.moved:  # `.to()` or `.data =` has taken a parameter away
@@ -191,6 +194,8 @@ class Binding:
         with nullcontext() if path is None else path.streams.renewing_copies(), plainly():
             for key, buffer in self.copied:
                 assign(buffer, made[key])
+        if path is not None:
+            path.copies_pending = path.streams.pending
 
     def private_copies(self) -> list[torch.Tensor]:
         """The tensors that a move copies into."""

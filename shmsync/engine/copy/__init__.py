@@ -1,5 +1,5 @@
 """The plan by which a source is copied into a slot, and the cache that finds it again.
 
-The native core carries a plan out; what it cannot read is converted first.
+The native core carries a plan out; converting.py writes what it cannot read.
 May be imported by engine.
 """

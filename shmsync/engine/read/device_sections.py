@@ -2,7 +2,8 @@
 
 So it is with private copies on a device: what sections have asked it for is done before a new version overwrites them.
 A section may end before the kernels that it has asked for are done. So what its streams have then is noted, on a stream
-that does nothing else; who renews the copies waits for that stream.
+that does nothing else; the stream that renews the copies waits for that one. Another stream notes the renewing, and the
+streams of later sections wait for it. The host waits for neither.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class TorchStreams:
         return bool(getattr(self._torch, "is_current_stream_capturing", bool)())
 
     def wait(self, stream: Stream, seconds: float) -> bool:
-        """As in Streams; it waits until it is done, for torch knows no limit."""
+        """As in Streams; but where it may wait it waits until all is done, for torch knows no limit."""
+        if seconds <= 0 and hasattr(stream, "query"):
+            return bool(stream.query())
         stream.synchronize()
         return True
 
@@ -72,35 +75,65 @@ class TorchStreams:
         """As in Streams: torch raises what has failed by itself."""
 
 
-class CopyReads:
-    """What the sections that are over still read of private copies on one device.
+class PrivateCopies:
+    """The order of private copies on one device: what sections still read of them, and what renews them.
 
     Args:
         streams: of the device.
-        noted: the stream on which it is noted; by default a new one.
+        noted: the stream on which it is noted what sections read; by default a new one.
+        before: what ordered the same copies until now, by another `noted`.
+
+    Attributes:
+        pending: are they perhaps still being renewed? Then a section orders its stream behind that.
     """
 
-    def __init__(self, streams: Streams, noted: Stream | None = None) -> None:
+    def __init__(self, streams: Streams, noted: Stream | None = None, before: PrivateCopies | None = None) -> None:
         self.streams = streams
-        self._noted = streams.stream() if noted is None else noted
+        self.noted = streams.stream() if noted is None else noted
+        self.pending = before is not None and before.pending
+        self._renewed = streams.stream() if before is None else before._renewed
+        self._renewing = None if before is None else before._renewing  # a stream; stays if the renewing was interrupted
+        if before is not None:
+            streams.follow(self.noted, before.noted)
 
-    def end(self, others: Iterable[Stream]) -> None:
+    def note(self, others: Iterable[Stream]) -> None:
         """A section is over: note what the current stream has, and these."""
         for stream in (self.streams.current(), *others):
             if not self.streams.capturing(stream):  # a replay needs a section of its own
-                self.streams.follow(self._noted, stream)
+                self.streams.follow(self.noted, stream)
+
+    def refuse_capture(self) -> None:
+        """Raise ProtocolError if the current stream is captured: the new values would come with each replay."""
+        if self.streams.capturing(self.streams.current()):
+            raise ProtocolError(
+                "a graph is being captured, and the module has buffers or other private copies that a newer version "
+                "has to be copied into; nothing was changed, call the module once before the capture"
+            )
 
     @contextmanager
     def renewing(self) -> Iterator[None]:
-        """The copies are renewed by the current stream, after all that was noted; they are new at the end.
-
-        The next section may use another stream, which would not wait for this one.
-        """
+        """The current stream renews the copies inside, after all that was noted."""
         mine = self.streams.current()
-        self.streams.follow(mine, self._noted)
+        for first in (self.noted, self._renewed if self.pending else None, self._renewing):
+            if first is not None:
+                self.streams.follow(mine, first)
+        self._renewing = mine
         yield
-        while not self.streams.wait(mine, _SLICE):
-            self.streams.check()
+        self.streams.follow(self._renewed, mine)
+        self.pending, self._renewing = True, None
+
+    def use(self) -> None:
+        """A section begins: what its stream is given from now on comes after the renewing."""
+        if not self.pending:
+            return
+        mine = self.streams.current()
+        if self.streams.capturing(mine):  # what is captured cannot wait for what is not
+            while not self.streams.wait(self._renewed, _SLICE):
+                self.streams.check()
+        elif not self.streams.wait(self._renewed, 0):
+            self.streams.follow(mine, self._renewed)
+            return
+        self.pending = False
 
 
 class SectionStreams:
@@ -112,9 +145,9 @@ class SectionStreams:
 
     def __init__(self) -> None:
         self._others: list[Stream] = []  # that the open section has used besides the current one
-        self._known: dict[str, CopyReads] = {}
-        self._renewed: list[CopyReads] = []
-        self.apart: list[CopyReads] = []
+        self._known: dict[str, PrivateCopies] = {}
+        self._copies: list[PrivateCopies] = []
+        self.apart: list[PrivateCopies] = []
 
     def order_copies(self, copies: Iterable[torch.Tensor], arena: Arena) -> None:
         """From now on order these private copies with the kernels that read them.
@@ -122,24 +155,47 @@ class SectionStreams:
         The sections on the arena's own device are noted on its stream already.
         """
         place = arena.on_device
+        own = None if place is None else place.device.name
         names = set()
         for tensor in copies:
             name = str(tensor.device)
-            if name not in ("cpu", "meta") and (place is None or name != place.device.name):
-                streams = None if name in self._known else _streams_of(tensor)
+            if name not in ("cpu", "meta") and name != own:
+                before = self._known.get(name)
+                streams = _streams_of(tensor) if before is None else None
                 if streams is not None:
-                    self._known[name] = CopyReads(streams)
+                    self._known[name] = PrivateCopies(streams)
                 names.add(name)
         self.apart = [self._known[name] for name in sorted(names & self._known.keys())]
-        self._renewed = [*self.apart, *([] if place is None else [CopyReads(place.device, place.stream)])]
+        self._copies = list(self.apart)
+        if place is not None:
+            before = self._known.get(place.device.name)
+            if before is None or before.noted is not place.stream:
+                self._known[place.device.name] = PrivateCopies(place.device, place.stream, before)
+            self._copies.append(self._known[place.device.name])
+
+    def refuse_capture(self) -> None:
+        """Before private copies are renewed. Raises ProtocolError while the current stream is captured."""
+        for copies in self._copies:
+            copies.refuse_capture()
 
     @contextmanager
     def renewing_copies(self) -> Iterator[None]:
-        """The private copies are renewed inside, and are new at the end."""
+        """The private copies are renewed inside; who uses them later calls use_copies() first."""
         with ExitStack() as stack:
-            for reads in self._renewed:
-                stack.enter_context(reads.renewing())
+            for copies in self._copies:
+                stack.enter_context(copies.renewing())
             yield
+
+    def use_copies(self) -> bool:
+        """A section begins, perhaps on another stream than the one that renews the copies. Is it needed again?"""
+        for copies in self._copies:
+            copies.use()
+        return self.pending
+
+    @property
+    def pending(self) -> bool:
+        """May a device still renew private copies?"""
+        return any(copies.pending for copies in self._copies)
 
     def add(self, stream: object, arena: Arena) -> None:
         """The open section uses this stream too. Raises TypeError for what is no stream or event of the device."""
@@ -151,8 +207,8 @@ class SectionStreams:
 
     def end_copies(self, arena: Arena) -> None:
         """A section is over that may have asked devices for something with private copies."""
-        for reads in self.apart:
-            reads.end(self._others)
+        for copies in self.apart:
+            copies.note(self._others)
         if arena.on_device is None:
             self._others.clear()
 

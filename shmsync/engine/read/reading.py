@@ -1,6 +1,6 @@
 """Read sections, as far as they are Python: each shows one version from its entry to its exit.
 
-The common case is native (native/bind/reader.hpp): nothing new, and the gate is open. For all else it calls hooks here.
+The common case is native (native/bind/subscriber.hpp): nothing new, and the gate is open. Else it calls hooks here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...memory.system.process import pid_of
 from ..deadlines import check_timeout, check_version, deadline_after, slice_until
 from ..stats import SubscriberStats
 from ..verify.checksums import refuse_without_checksums
-from ..verify.local import Proof, Verdict, refuse_succeeded, verify_held
+from ..verify.compare import Proof, Verdict, refuse_succeeded, verify_held
 from ..verify.tracing import joined, warn_of_end
 from .device_sections import wait_for_reads
 from .outputs import unalias, unalias_error
@@ -254,6 +254,10 @@ class ReadPath(WaitPath):
         """From now on these are the private copies of all bound modules."""
         self.streams.order_copies(copies, self.arena)
         self.copies_apart = bool(self.streams.apart)
+
+    @disable
+    def _use_copies(self) -> None:
+        self.copies_pending = self.streams.use_copies()
 
     @disable
     def _copies_read(self) -> None:

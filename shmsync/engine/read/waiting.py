@@ -21,7 +21,7 @@ from ...memory.system.exiting import stay_if_exiting
 from ...memory.system.process import Peers, pid_of
 from ..deadlines import Samples, check_seconds, check_version, deadline_after, slice_until
 from ..verify.checksums import BYTES_PER_SECOND
-from ..verify.local import Verdict
+from ..verify.compare import Verdict
 from .device_sections import SectionStreams
 from .failover import Successor
 

@@ -17,11 +17,11 @@ from ...memory.devices import assign
 from ...memory.manifest import Key, tie
 from ...memory.torch_modes import counts_changes, run_plainly
 from . import extra_state
-from .aliases import shared_in_part
 from .cast_before_send import cast_tensors, cast_weights
 from .dtypes import Dtypes, check_dtypes, kept_leaves
 from .leaf_check import problem_with
 from .manifest_check import plain, same_bytes
+from .overlaps import shared_in_part
 from .second_names import without
 from .sources import EVERYTHING, check_keys, collect, not_saved
 from .targets import made_anew, problem_with_target

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ...memory.manifest import Key, tie
-from .aliases import meeting, span
 from .leaf_check import problem_with
+from .overlaps import meeting, span
 
 
 def problem_with_target(target: Any) -> str | None:

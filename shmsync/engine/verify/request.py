@@ -16,7 +16,7 @@ from ...memory.arena import Arena
 from ...memory.system.process import Peers
 from ..outcome import Wording, listed
 from ..row_wait import NAP, RowWait
-from .local import Proof, Verdict
+from .compare import Proof, Verdict
 
 _WORDING = Wording(
     "a worker answers at its next section or refresh()",

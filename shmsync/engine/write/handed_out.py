@@ -17,7 +17,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from ...memory.dotted import DottedTensorDict
 from ...memory.manifest import Key
-from ..source.aliases import shown_by_others
+from ..source.overlaps import shown_by_others
 
 _ATTRIBUTE = "_shmsync_hand_out"
 

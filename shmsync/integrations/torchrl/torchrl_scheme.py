@@ -15,7 +15,7 @@ from ... import _native
 from ...engine.deadlines import timeout_or_default, timeout_or_none
 from ...engine.source.dtypes import Dtypes
 from ...engine.source.strategy import WeightStrategy, is_flat
-from ...engine.verify.local import Proof
+from ...engine.verify.compare import Proof
 from ...errors import ClosedError, ProtocolError
 from ...schemes.arenas.worker_devices import DeviceChoice
 from .trainer.first_weights import first_weights, resolve

@@ -1,5 +1,5 @@
-"""The control segment: its header, its reader table, and what is left of those whose owner died.
+"""The control segment: its header, the figures of its readers, and what is left of those whose owner died.
 
-segment.py makes and finds one, reader_figures.py has the figures of a row that users see.
+segment.py makes and finds one. The reader table is native (native/src/reader_table.cpp).
 May be imported by memory, engine, workers, schemes, integrations and cli.
 """

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...engine.bind.guarded_methods import can_be_called
-from ...engine.bind.install import bind
+from ...engine.bind.install_guards import bind
 from ...engine.bind.module_check import ModuleCheck
 from ...engine.source.strategy import WeightStrategy
 from ...engine.subscriber import Consistency, Subscriber, reader_of

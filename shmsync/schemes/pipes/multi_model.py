@@ -18,7 +18,7 @@ from ...errors import AckTimeout
 from ..api import WeightSyncScheme
 from ..arenas.publishers import Plan, write
 from ..link import messages
-from ..link.exchange import WORDING, deliver, forget, gather
+from ..link.gather import WORDING, deliver, forget, gather
 from ..link.messages import Tag
 from ..link.send_lock import SendLock, hold_all
 from ..link.sender_end import Link

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from ...engine.outcome import Outcome
 from ...engine.source.pickling import dumps
-from ...engine.verify.local import Proof
+from ...engine.verify.compare import Proof
 from ...errors import WorkerDied
 from ...memory.system.process import me
 from ..arenas.publishers import Plan, write
-from ..link.exchange import gather
+from ..link.gather import gather
 from ..link.messages import VERIFY, Tag, Tagged
 from ..link.sender_end import Link
 from ..remote_verify import judged

@@ -7,7 +7,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from ...engine.verify.local import Proof
+from ...engine.verify.compare import Proof
 from ..context_args import chosen_workers
 from ..link.send_lock import SendLock, hold_all
 from ..link.sender_end import Link

@@ -11,7 +11,7 @@ from ...engine.outcome import Outcome, Wording
 from ...errors import ProtocolError
 from ..link import messages
 from ..link.connection import Channel
-from ..link.exchange import LinkPoll, forget, gather
+from ..link.gather import LinkPoll, forget, gather
 from ..link.send_lock import SendLock, hold_all
 from ..link.sender_end import Link, unexpected
 from ..link.worker_end import WorkerEnd

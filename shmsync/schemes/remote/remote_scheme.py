@@ -14,7 +14,7 @@ from ...engine.deadlines import check_worker, timeout_or_default
 from ...engine.source.dtypes import Dtypes
 from ...engine.source.strategy import Form
 from ...engine.subscriber import Consistency
-from ...engine.verify.local import Proof
+from ...engine.verify.compare import Proof
 from ...errors import AckTimeout, WorkerDied
 from ..api import WeightSyncScheme
 from ..context_args import Arguments

@@ -17,15 +17,16 @@ needs_device = pytest.mark.skipif(
 
 
 @needs_device
-@pytest.mark.parametrize("workers", [1, 3])
-def test_the_benchmark_publishes_what_its_workers_check(monkeypatch, workers):
+@pytest.mark.parametrize(("workers", "model"), [(1, "equal"), (3, "equal"), (1, "llama")])
+def test_the_benchmark_publishes_what_its_workers_check(monkeypatch, workers, model):
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "bench"), os.environ["PYTHONPATH"]]))
     import gpu
 
     monkeypatch.setattr(gpu, "synchronize", torch.get_device_module("simulated").synchronize)
     try:
-        rows = list(gpu.arena_rows("small", 1 << 16, workers, 2, "simulated:0"))
+        proportions = gpu.EQUAL if model == "equal" else gpu.llama()
+        rows = list(gpu.arena_rows("small", 1 << 16, workers, 2, "simulated:0", proportions))
     finally:
         for name in ("gpu", "common", *(name for name in sys.modules if name.startswith("common."))):
             sys.modules.pop(name, None)
@@ -55,7 +56,7 @@ def test_facts_that_cannot_be_learned_are_said_one_by_one():
     command = [sys.executable, ROOT / "tools" / "gpu_probe.py", "--small", "--device", "hpu:0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd="/")
     found = json.loads(done.stdout)
-    assert len(found) == 8
+    assert len(found) == 9
     assert all("exit code 1" in fact["error"] for fact in found.values())
 
 

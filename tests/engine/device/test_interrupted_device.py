@@ -15,7 +15,9 @@ import shmsync
 from support.devices.simulated import everywhere
 from support.faults.interrupts import Interrupt, interrupt_at
 
-STEPS = "_reads_end", "_copies_read", "end", "follow", "call", "give", "record"  # in which it is interrupted
+STEPS = (  # in which it is interrupted
+    "_reads_end", "_copies_read", "_use_copies", "end", "note", "use", "renewing", "follow", "call", "give", "record",
+)  # fmt: skip
 
 
 @pytest.fixture

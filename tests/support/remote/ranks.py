@@ -6,7 +6,7 @@ import math
 
 from torch.distributed import FileStore
 
-from shmsync.schemes.remote.distributed.rank_worker import Inbox
+from shmsync.schemes.remote.distributed.rank_inbox import Inbox
 
 
 def listen(state, path):

@@ -11,7 +11,7 @@ from torch import nn
 
 from shmsync import WeightStrategy
 from shmsync.schemes.remote.distributed.distributed_scheme import DistributedCarrier, DistributedTransport
-from shmsync.schemes.remote.distributed.rank_worker import Inbox
+from shmsync.schemes.remote.distributed.rank_inbox import Inbox
 from shmsync.schemes.remote.packed_weights import Announcement, Stamp
 from shmsync.schemes.remote.rpc.rpc_scheme import RPCTransport
 from support.processes import wait_until_dead

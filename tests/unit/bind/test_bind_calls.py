@@ -137,7 +137,7 @@ def test_a_bind_that_fails_leaves_no_guard_and_moves_nothing(publisher, subscrib
     if at == "its section":
         fail_half_way(pub, ("head", "weight"))
     else:
-        monkeypatch.setattr("shmsync.engine.bind.install.Loading.__init__", refuse)
+        monkeypatch.setattr("shmsync.engine.bind.install_guards.Loading.__init__", refuse)
     with pytest.raises(shmsync.Poisoned if at == "its section" else RuntimeError):
         sub.bind(worker)
     assert set(vars(worker)) == before

@@ -16,7 +16,7 @@ import pytest
 
 from shmsync import _native
 from shmsync.schemes.link.connection import Channel
-from shmsync.schemes.link.exchange import LinkPoll
+from shmsync.schemes.link.gather import LinkPoll
 from shmsync.schemes.link.messages import Tag
 from shmsync.schemes.link.sender_end import Link, SenderEnd
 from support.calls import Call

@@ -15,10 +15,10 @@ from torch.distributed import FileStore, HashStore
 from shmsync import ForkedHandle, ProtocolError
 from shmsync.engine.source.strategy import WeightStrategy
 from shmsync.schemes.link.proved import PROOF
-from shmsync.schemes.remote.distributed import rank_worker
+from shmsync.schemes.remote.distributed import rank_inbox
+from shmsync.schemes.remote.distributed.rank_inbox import Inbox
 from shmsync.schemes.remote.distributed.rank_messages import RankAnswer, RankMessage
 from shmsync.schemes.remote.distributed.rank_sender import RankEnd, wait_for
-from shmsync.schemes.remote.distributed.rank_worker import Inbox
 from shmsync.schemes.remote.distributed.rendezvous import RankAddress, thread_of, write_address
 from shmsync.schemes.remote.location import here
 from shmsync.schemes.remote.packed_weights import Packer
@@ -217,7 +217,7 @@ def test_an_end_that_is_closed_while_it_writes_its_address_leaves_no_thread_and_
         writing.set()
         go_on.wait()
 
-    monkeypatch.setattr(rank_worker, "write_address", slow)
+    monkeypatch.setattr(rank_inbox, "write_address", slow)
     inbox = Inbox(ends.store, 1)
     call = Call(inbox.introduce)
     writing.wait()
@@ -253,7 +253,7 @@ def test_what_a_sender_had_sent_before_its_farewell_is_dropped(ends):
 
 def test_the_end_of_a_relay_is_not_dropped_by_a_farewell(ends, monkeypatch):
     noted = []
-    monkeypatch.setattr(rank_worker, "close_here", lambda session, *, ended: noted.append((session, ended)))
+    monkeypatch.setattr(rank_inbox, "close_here", lambda session, *, ended: noted.append((session, ended)))
     inbox, end = ends.worker(), ends.sender()
     posted(end)
     end.close_relay("a session", ended=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ....engine.deadlines import check_worker, deadline_after
 from ....engine.outcome import Outcome, Wording, listed
-from ....engine.verify.local import Proof
+from ....engine.verify.compare import Proof
 from ....errors import WorkerDied
 from ....schemes.link.send_lock import SendLock, hold_all
 from .first_weights import First

@@ -26,9 +26,9 @@ from ..remote_requests import Call, Destination, RemoteSend, Step
 from ..remote_scheme import RemoteScheme, Roster
 from ..remote_transport import RemoteTransport, checked_word
 from .group_transfers import InitialReceiver, InitialSender, initial_end, need_group
+from .rank_inbox import Inbox
 from .rank_messages import UPDATED
 from .rank_sender import RankEnd, wait_for
-from .rank_worker import Inbox
 
 _STRATEGY = WeightStrategy()
 

@@ -2,9 +2,10 @@
 //
 // The common path (nothing new, the gate is open) runs here. All else goes to Python, through hooks of the subclass:
 // _enter_slowly(outcome, version, timeout), _refresh_now(), _answer_now(), _trace_now(), _look_for_successor() for one
-// that follows, _reads_end() and _copies_read() at the end of a section that a device works for. Below code that Dynamo
-// compiles it calls _enter_slow(), _refresh_slow(), _answer_slow() and _trace_slow(), which keep it out. read() hands a
-// timeout that is no float, or is none, to _checked_timeout().
+// that follows, _use_copies() at the entry of a section whose private copies a device may still renew, _reads_end() and
+// _copies_read() at the end of a section that a device works for. Below code that Dynamo compiles it calls
+// _enter_slow(), _refresh_slow(), _answer_slow() and _trace_slow(), which keep it out. read() hands a timeout that is
+// no float, or is none, to _checked_timeout().
 //
 // INV: when a hook raises, or a signal interrupts it anywhere, a pin that became no section is dropped and the lock is
 //      given back. So taking and giving back are both C++: Python can be interrupted between any two lines.
@@ -104,6 +105,7 @@ class Reader {
           call_method(self, hook, nb::cast(outcome), version, timeout);
         }
       }
+      if (copies_pending) call_method(self, "_use_copies");
       thread_versions.use(version_of(side->held()));
       ++depth;
     } catch (...) {
@@ -374,6 +376,7 @@ class Reader {
   bool publisher_lost = false;  // follows, and its publisher is gone
   bool entering = false;        // a hook is at work
   bool copies_apart = false;    // private copies lie on a device that the arena does not lie on
+  bool copies_pending = false;  // a device may still renew private copies: a section orders its stream behind that
   bool closed = false;
 };
 

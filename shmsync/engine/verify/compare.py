@@ -56,6 +56,7 @@ class Verifiable(Protocol):
 
     arena: Arena
     followers: list[Any]
+    streams: Any  # its SectionStreams
 
     @property
     def name(self) -> str:
@@ -73,6 +74,7 @@ def verify_held(path: Verifiable, modules: Iterable[nn.Module] = ()) -> Proof:
     followers = [follower for follower in path.followers if hasattr(follower, "held")]
     held = [each for follower in followers if (each := follower.held()) is not None]
     held += [held_by(module, path.arena.manifest) for module in modules]
+    path.streams.use_copies()
     with plainly():
         looking.at_the_arena()
         for each in held:

@@ -1,5 +1,5 @@
-// Subscribers for Python: ReadSide behind its lock (reader.hpp), and the section object.
-#include "reader.hpp"
+// Subscribers for Python: ReadSide behind its lock (subscriber.hpp), and the section object.
+#include "subscriber.hpp"
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -287,6 +287,7 @@ void bind_reader(nb::module_& m) {
       .def_rw("follows", &Reader::follows, "Does it look for a publisher that was started again?")
       .def_rw("copies_apart", &Reader::copies_apart,
               "Do private copies lie on a device that the arena does not lie on?")
+      .def_rw("copies_pending", &Reader::copies_pending, "May a device still renew private copies?")
       .def_rw("publisher_lost", &Reader::publisher_lost, "It follows, and its publisher is gone.")
       .def(
           "try_enter",
