@@ -7,7 +7,7 @@ import torch
 
 from shmsync.engine import subscriber
 from shmsync.engine.bind import binding, guard
-from shmsync.engine.bind import install as covering
+from shmsync.engine.bind import install_guards as covering
 from shmsync.engine.bind import read_guard as cover
 from shmsync.engine.bind.guarded_methods import calls_of
 from shmsync.engine.bind.read_guard import Cover

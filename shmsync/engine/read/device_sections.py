@@ -90,9 +90,10 @@ class PrivateCopies:
     def __init__(self, streams: Streams, noted: Stream | None = None, before: PrivateCopies | None = None) -> None:
         self.streams = streams
         self.noted = streams.stream() if noted is None else noted
-        self.pending = before is not None and before.pending
-        self._renewed = streams.stream() if before is None else before._renewed
-        self._renewing = None if before is None else before._renewing  # a stream; stays if the renewing was interrupted
+        self.pending: bool = before is not None and before.pending
+        self._renewed: Stream = streams.stream() if before is None else before._renewed
+        # The stream that renews the copies just now, or was interrupted in it.
+        self._renewing: Stream | None = None if before is None else before._renewing
         if before is not None:
             streams.follow(self.noted, before.noted)
 

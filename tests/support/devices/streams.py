@@ -59,14 +59,21 @@ class Stream:
 
     def __init__(self, device: Simulated, seed: int) -> None:
         self._line: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._given, self._done = 0, [0]  # pieces of work; its thread counts what is done, and does not hold the stream
         weakref.finalize(self, self._line.put, None).atexit = False
-        arguments = self._line, device, random.Random(seed)
+        arguments = self._line, device, random.Random(seed), self._done
         threading.Thread(target=_serve, args=arguments, name="simulated stream", daemon=True).start()
 
     def give(self, work: Callable[[], None]) -> None:
         while self._line.qsize() >= _DEPTH:  # no semaphore: an interrupt would lose its room
             time.sleep(0.00005)
+        self._given += 1
         self._line.put(work)
+
+    @property
+    def idle(self) -> bool:
+        """Has it done all that it was given?"""
+        return self._given == self._done[0]
 
     def record(self) -> Event:
         event = Event()
@@ -74,7 +81,7 @@ class Stream:
         return event
 
 
-def _serve(line: queue.SimpleQueue, device: Simulated, chance: random.Random) -> None:
+def _serve(line: queue.SimpleQueue, device: Simulated, chance: random.Random, done: list[int]) -> None:
     while (work := line.get()) is not None:
         device.delay(chance)
         if device.failed is None or getattr(work, "__name__", "") == "set":  # who waits for an event must wake
@@ -82,6 +89,7 @@ def _serve(line: queue.SimpleQueue, device: Simulated, chance: random.Random) ->
                 work()
             except Exception as error:  # as a kernel that faults
                 device.failed = error
+        done[0] += 1
 
 
 class _Host:

@@ -10,7 +10,7 @@ import torch
 
 import shmsync
 from shmsync.engine.arena_writer import ArenaWriter
-from shmsync.engine.bind import install
+from shmsync.engine.bind import install_guards
 from shmsync.engine.bind.module_check import ModuleCheck
 from support.weights import Counting, bytes_of, fill, stamped, stamps
 
@@ -38,7 +38,7 @@ def run_source(state, source):
 def bind_copies(sub, module, guard=True):
     """As schemes bind a module that is on another device than the arena."""
     reader = sub._reader
-    return install.bind(reader, module, guard, ModuleCheck(reader.arena, reader.name, copies=True), clones=True)
+    return install_guards.bind(reader, module, guard, ModuleCheck(reader.arena, reader.name, copies=True), clones=True)
 
 
 def open_arena(state, version=1, *, words=4096, **kwargs):
