@@ -108,7 +108,7 @@ FAULTS = [
           "posted.model_id, index):", "conformance/trouble/test_death.py conformance/sends/test_shared.py"),
     Fault("shmsync/schemes/remote/relay.py", "if stamp.session in _ended:", "if False:", "unit/schemes/test_remote.py"),
     Fault("shmsync/schemes/remote/packed_weights.py", "copy = not views_will_do(label)", "copy = False",
-          "conformance/scheme/test_copies.py conformance/sends/test_receive.py remote/test_distributed_schemes.py"),
+          "unit/schemes/test_remote.py"),
     Fault("shmsync/schemes/link/proved.py", " or nonce in self._nonces:", ":", "unit/schemes/test_proved.py"),
     Fault("shmsync/schemes/remote/distributed/rank_inbox.py", "or wrong_with(message):", "or False:",
           "unit/schemes/test_rank_ends.py"),

@@ -18,7 +18,7 @@ import shmsync
 from shmsync import DistributedWeightSyncScheme, RayModuleTransformScheme, RayWeightSyncScheme, RPCWeightSyncScheme
 from shmsync.engine.outcome import Failure
 from shmsync.schemes.link.serial_executor import SerialExecutor
-from shmsync.schemes.remote.packed_weights import Packer, Stamp
+from shmsync.schemes.remote.packed_weights import Packer, Stamp, allow_views, unpack
 from shmsync.schemes.remote.relay import Relay, RelayOptions, close_here, publish_here
 
 OPTIONS = RelayOptions(1, 5.0)
@@ -156,3 +156,22 @@ def test_a_receiver_of_a_rank_has_no_messages_of_another_kind():
     with DistributedWeightSyncScheme() as scheme:
         scheme.init_on_worker("policy", model=nn.Linear(2, 2), store=torch.distributed.HashStore(), rank=1)
         assert scheme.get_receiver().pending() == []
+
+
+@pytest.mark.parametrize("reads", [None, "another", "policy", "all"])
+def test_weights_that_others_see_too_are_a_copy_unless_they_are_only_read(reads):
+    """An array as Ray has it, whose memory belongs to all actors of a node."""
+    packed_weights = Packer().pack({"w": torch.ones(8)}, "policy", 1)
+    shared = packed_weights.pieces[0].numpy()
+
+    class Reader:
+        """Copies weights, as a receiver does."""
+
+    reader = Reader()
+    if reads is not None:
+        allow_views(reader, None if reads == "all" else reads)
+    arrived = unpack(packed_weights.label, shared)["w"]
+    assert (arrived.data_ptr() == shared.ctypes.data) == (reads in ("policy", "all"))
+    if reads in (None, "another"):
+        arrived.fill_(2)
+        assert unpack(packed_weights.label, shared)["w"].tolist() == [1.0] * 8
