@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(shell find shmsync native/include native/src native/bind native/CMakeLists.txt examples -type f -not -name '*.pyc' -not -name _native.pyi) pyproject.toml README.md tools/readme_elsewhere.py
 
+# Compiled tests are kept, whatever the environment says: else each process of a test run compiles them again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: fuzz demo quick planted-faults test test-device storm-device test-pairs test-rest test-all test-gpu test-failpoints zoo storm soak test-torchrl-0.13 test-upstream lint types native-test sanitize model litmus bench wheel docs clean
 
 demo: $(STAMP)

@@ -52,6 +52,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full  # engine/death kills trainers; the demo's test kills an actor
 @pytest.mark.parametrize("sign", first([signal.SIGKILL, signal.SIGTERM]))
 def test_workers_go_when_the_trainer_is_killed(tmp_path, sign):
     program = tmp_path / "program.py"

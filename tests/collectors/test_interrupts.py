@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from support.choice import first
 from support.environments.basic import Constant, Counting, Policy
 from support.faults.interrupts import alarms
 from support.processes import segments, until
@@ -53,7 +54,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("place", ["next", "update", "both", "close"])
+@pytest.mark.parametrize("place", first(["both", "next", "update", "close"]))
 @pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("how", ["group", "terminal"])
 def test_ctrl_c_lets_the_trainer_save_its_state_and_leaves_nothing(tmp_path, place, sync, how):

@@ -112,6 +112,7 @@ ALL = list(itertools.permutations(THINGS))
 CHOICES = {"some": ALL[::9], **{f"part {part} of 6": ALL[part - 1 :: 6] for part in range(1, 7)}}
 
 
+@pytest.mark.full  # a minute; tests of each part end a process with that part open
 @pytest.mark.parametrize("choice", first(list(CHOICES), 1))
 def test_a_process_that_ends_with_everything_open(choice):
     done = subprocess.run(

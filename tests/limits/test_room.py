@@ -87,7 +87,7 @@ def run(program, *before):
     assert (done.returncode, done.stdout.strip()) == (0, "well"), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("what", first(ROOMS, 2))
+@pytest.mark.parametrize("what", first(ROOMS, 1))
 def test_a_small_dev_shm(what):
     size, program = ROOMS[what]
     options = size if "=" in size else f"size={size}"
@@ -95,6 +95,7 @@ def test_a_small_dev_shm(what):
     run(program, "unshare", "-Urm", "sh", "-c", mount, "sh")
 
 
+@pytest.mark.full  # engine/faults/test_no_descriptors.py has each call
 def test_few_descriptors():
     """64: as many arenas as fit, then a typed error; all of it is given back."""
     run("""
@@ -121,6 +122,7 @@ life(4)
 """)
 
 
+@pytest.mark.full  # a quarter of a minute
 def test_little_address_space():
     run("""
 size = int(open("/proc/self/statm").read().split()[0]) * 4096

@@ -40,6 +40,7 @@ def container():
         yield folder
 
 
+@pytest.mark.full  # limits/test_room.py has a small /dev/shm
 def test_weights_need_no_room_in_dev_shm(container):
     done = shell(f"{PYTHON} check.py", container)
     assert done.returncode == 0, done.stderr

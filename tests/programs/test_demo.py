@@ -70,6 +70,7 @@ def test_demo_trains_without_acting_on_torn_weights(demo, tmp_path, options):
     until(lambda: members(process.pid) == [])  # the fork server goes a moment later
 
 
+@pytest.mark.full  # collectors/test_interrupts.py interrupts a collector
 def test_interrupt_ends_the_demo_cleanly(demo, tmp_path):
     process = demo("--target", "501")
     until(lambda: len(actors(process)) == 4 or process.poll() is not None)

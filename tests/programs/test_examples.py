@@ -109,6 +109,7 @@ class TestLeagues:
         for module in ("gymnasium", "pettingzoo", "pygame"):
             pytest.importorskip(module, reason=f"the examples need {module}, which shmsync[test] brings")
 
+    @pytest.mark.full  # half a minute of training
     def test_a_worker_attaches_to_few_of_many_opponents(self, run):
         output = run("self_play.py", "--rounds", "40", "--opponents", "40", "--attached", "3", "--games", "32").end()
         untrained, trained = map(int, re.search(r"random player: (\d+)% untrained, (\d+)% trained", output).groups())
@@ -129,6 +130,7 @@ class TestLeagues:
         errors = example.errors.read_text()
         assert "a worker has died" in errors and "killed by SIGKILL" in errors, errors
 
+    @pytest.mark.full  # half a minute of training
     def test_a_bad_learner_copies_a_good_one_and_so_does_one_that_was_killed(self, run):
         example = run("population.py", "--generations", "14")
         pids = [int(pid) for pid in re.findall(r"pid (\d+)", example.read_until("^learners:"))]

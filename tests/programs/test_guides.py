@@ -15,7 +15,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 # Its guide, how many commands it has, what it needs besides. Notebooks and containers have files of their own.
 GUIDES = [
-    ("share-memory", 3, ()),
+    pytest.param("share-memory", 3, (), marks=pytest.mark.full),
     pytest.param("cleanrl", 3, ("gymnasium",), marks=pytest.mark.full),
     pytest.param("stable-baselines3", 1, ("stable_baselines3",), marks=pytest.mark.full),
     pytest.param("torchrl", 1, ("torchrl", "gymnasium"), marks=pytest.mark.full),

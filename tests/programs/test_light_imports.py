@@ -214,6 +214,7 @@ if __name__ == "__main__":
     )
 
 
+@pytest.mark.full  # the tests around it look at one process each
 def test_a_fork_server_imports_tensordict_once_if_the_trainer_has_it(tmp_path):
     run_program(
         tmp_path / "trainer.py",
@@ -231,6 +232,7 @@ if __name__ == "__main__":
     )
 
 
+@pytest.mark.full  # a program of its own
 def test_what_dynamo_and_tensordict_must_know_they_learn_when_they_are_imported(tmp_path):
     run_program(tmp_path / "later.py", WORKER + LATER)
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import shmsync
+from support.choice import first
 from support.processes import until
 from support.programs.programs import Example
 
@@ -112,6 +113,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.full  # the first file is refused in the same way
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
 def test_a_file_that_cannot_be_used_changes_nothing_and_the_next_one_is_published(tmp_path, publish, suffix):
     path = tmp_path / f"policy{suffix}"
@@ -131,6 +133,7 @@ def test_a_file_that_cannot_be_used_changes_nothing_and_the_next_one_is_publishe
             sub.wait_version(version + 1, timeout=60)
 
 
+@pytest.mark.full  # a quarter of a minute
 def test_a_file_that_is_being_written_is_not_read(tmp_path, publish):
     path, old, new = (tmp_path / f"{name}.safetensors" for name in ("policy", "old", "new"))
     safetensors.save_file(weights(1), old)
@@ -174,7 +177,7 @@ class Tied(nn.Module):
         return self.decoder(self.encoder(x))
 
 
-@pytest.mark.parametrize("how", ["save_model", "shmsync export", "torch.save"])
+@pytest.mark.parametrize("how", first(["shmsync export", "save_model", "torch.save"]))
 def test_a_module_with_tied_weights_is_bound(tmp_path, publish, how):
     net, path = Tied(), tmp_path / {"torch.save": "net.pt", "save_model": "net.safetensors"}.get(how, "net.st")
     if how == "save_model":
@@ -198,9 +201,13 @@ def test_a_module_with_tied_weights_is_bound(tmp_path, publish, how):
     [
         (None, "No such file or directory; nothing was published"),
         (torch.ones(3), "it holds a Tensor; save the state_dict() of the module"),
-        ({"weight": torch.ones(3), "epoch": 3}, "epoch"),
-        ({"weight": torch.ones(3), "optimizer": {"state": {0: torch.ones(3)}}}, "keys must be dotted strings, not 0"),
-        (nn.Linear(2, 2), "it cannot be read"),
+        pytest.param({"weight": torch.ones(3), "epoch": 3}, "epoch", marks=pytest.mark.full),
+        pytest.param(
+            {"weight": torch.ones(3), "optimizer": {"state": {0: torch.ones(3)}}},
+            "keys must be dotted strings, not 0",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(nn.Linear(2, 2), "it cannot be read", marks=pytest.mark.full),
     ],
     ids=["no file", "a tensor", "a checkpoint with more", "an optimizer's state", "a pickled module"],
 )

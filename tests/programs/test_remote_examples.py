@@ -61,6 +61,7 @@ def kind(request):
     return request.param
 
 
+@pytest.mark.full  # a program of half a minute
 def test_each_iteration_is_played_with_the_version_that_was_sent_for_it(run, kind):
     script = {"rpc under torchrun": "rpc_cartpole.py"}.get(kind, f"{kind}_cartpole.py")
     example = run(script, "--iterations", "10", launcher=TORCHRUN if "torchrun" in kind else ())
@@ -102,6 +103,7 @@ def test_learner_goes_on_without_a_worker_that_is_killed_at_any_moment(run, kind
     assert deaths in ((1, 2) if kind == "ray" else (1,)), example.output  # Ray's head may be slow to hear of it
 
 
+@pytest.mark.full  # a program of half a minute
 def test_rpc_workers_end_with_a_killed_learner(run):
     example = run("rpc_cartpole.py")
     example.read_until("iteration 1:")

@@ -186,6 +186,7 @@ def write_until_the_disk_is_full(path):
     assert "File too large" in done.stderr
 
 
+@pytest.mark.full  # the other one kills a server's worker
 def test_no_request_fails_or_mixes_versions_whatever_happens_to_the_file(serving, clients):
     path, publish, _, _ = serving
     save(path, 1)

@@ -86,6 +86,7 @@ def test_a_network_that_fails_for_a_while_makes_workers_late(namespaces, fleet, 
     assert group.look() == [(3, 3)] * 2
 
 
+@pytest.mark.full  # network namespaces of its own
 def test_a_rank_that_the_network_gives_back_is_no_dead_one(namespaces, fleet):
     """Longer than the kernel keeps up the connection that tells of its death."""
     names, cable = namespaces

@@ -5,12 +5,13 @@ their combinations. The covering choice takes so few of them that each scheme, e
 occurs. A scheme that is there with several options counts once; the options take turns. Which combinations these are
 differs from function to function, and is the same in every run.
 
-A test that is marked `full` is never of the covering choice: another one of its function shows nearly the same. One
-that is marked `slow` is of no choice but all and rest: it is a training, or a section of the benchmark, of a minute or
-more, and shorter tests start the same program.
+A test that is marked `full` is never of the covering choice: it takes seconds, and another test shows nearly the same.
+One that is marked `slow` is of no choice but all and rest: it is a training, or a section of the benchmark, of a minute
+or more, and shorter tests start the same program.
 
 The pairs are what CI runs after the covering choice: so many more combinations that every two values of two parameters
-meet in one test. Most faults need one value or two, so combinations of three are left to `make test-all`.
+meet in one test, and of those that are marked `full` so many that every value occurs. Most faults need one value or
+two, so combinations of three are left to `make test-all`.
 """
 
 from __future__ import annotations
@@ -52,8 +53,11 @@ def choose(items, choice):
 def cover(items, taken):
     """Tests of one function, in which every value of every parameter occurs."""
     items = [item for item in items if not (item.get_closest_marker("full") or item.get_closest_marker("slow"))]
-    if len(items) <= 1:
-        return items
+    return fewest(items, taken, set().union(*map(values_of, items))) if len(items) > 1 else items
+
+
+def fewest(items, taken, missing):
+    """So many of these tests that all values occur that are still missing."""
     given = {id(item): item.callspec.params.values() for item in items}
     values = {id(item): values_of(item) for item in items}
 
@@ -62,14 +66,18 @@ def cover(items, taken):
         return len(values[id(item)] & missing), rare
 
     # A mix of the names, so that other functions pair the same values in other ways.
-    left = sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode()))
-    missing, chosen = set().union(*values.values()), []
+    left, chosen = mixed(items), []
     while missing:
         best = max(left, key=worth)
         chosen.append(best)
-        missing -= values[id(best)]
+        missing = missing - values[id(best)]
         taken.update(id(value) for value in given[id(best)])
     return chosen
+
+
+def mixed(items):
+    """In an order that has nothing to do with their names, and is the same in every run."""
+    return sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode()))
 
 
 def values_of(item):
@@ -82,14 +90,16 @@ def values_of(item):
 def pair(items, covering):
     """Tests of one function in which every two values of two parameters meet, but for those that `covering` has."""
     items = [item for item in items if not item.get_closest_marker("slow")]
-    met = {id(item): set(combinations(sorted(values_of(item)), min(2, len(values_of(item))))) for item in items}
-    missing = set().union(*met.values()) - set().union(*(met[id(item)] for item in items if id(item) in covering))
-    left = sorted(
-        (item for item in items if id(item) not in covering), key=lambda item: zlib.crc32(item.nodeid.encode())
-    )
+    quick = [item for item in items if not item.get_closest_marker("full")]
+    full = [item for item in items if item.get_closest_marker("full")]
+    met = {id(item): set(combinations(sorted(values_of(item)), min(2, len(values_of(item))))) for item in quick}
+    missing = set().union(*met.values()) - set().union(*(met[id(item)] for item in quick if id(item) in covering))
+    left = mixed(item for item in quick if id(item) not in covering)
     chosen = [item for item in left if not met[id(item)]]  # without parameters
     while missing:
         best = max(left, key=lambda item: len(met[id(item)] & missing))
         chosen.append(best)
         missing -= met[id(best)]
-    return chosen
+    if full and not values_of(full[0]):
+        return chosen + full
+    return chosen + fewest(full, Counter(), set().union(*map(values_of, full)) - set().union(*map(values_of, quick)))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from support.choice import first
 from support.jobs.pools import METHODS
 from support.processes import alive, until
 
@@ -44,13 +45,14 @@ with shmsync.Publisher(make(), timeout=120) as pub, shmsync.Workers(pub, work, 2
 """
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", first(METHODS))
 def test_functions_of_a_script(tmp_path, method):
     guarded = "if __name__ == '__main__':" + START.replace("METHOD", repr(method)).replace("\n", "\n    ")
     done = program(tmp_path, COMMON + WORK + guarded)
     assert (done.returncode, done.stdout, done.stderr) == (0, "attached [0, 1] 2\n", "")
 
 
+@pytest.mark.full  # two interpreters
 @pytest.mark.parametrize("how", ["-c", "-i"])
 def test_functions_of_no_file_are_an_error_at_once_or_are_forked(tmp_path, how):
     done = program(tmp_path, COMMON + WORK + START.replace("METHOD", "'spawn'"), how=how)
@@ -60,6 +62,7 @@ def test_functions_of_no_file_are_an_error_at_once_or_are_forked(tmp_path, how):
     assert "attached [0, 1] 2\n" in done.stdout
 
 
+@pytest.mark.full  # an interpreter, and its children
 def test_a_script_without_the_main_line_is_told_about_it(tmp_path):
     done = program(tmp_path, COMMON + WORK + START.replace("METHOD", "'spawn'"))
     assert done.returncode == 1

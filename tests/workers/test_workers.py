@@ -162,6 +162,7 @@ def test_workers_without_a_with(pub):
         assert workers.alive == [0, 1]
 
 
+@pytest.mark.full  # seconds of waiting
 def test_closing_is_no_death_to_a_wait_of_another_thread(pub):
     """The workers never apply a version; restart= would start them again while they are ended."""
     ready = multiprocessing.get_context("forkserver").Event()

@@ -13,6 +13,7 @@ import torch
 from gymnasium.vector import AutoresetMode
 
 import shmsync
+from support.choice import first
 from support.environments import basic as environments
 from support.environments.basic import (
     SCHEMES,
@@ -218,7 +219,7 @@ def test_the_processes_of_an_async_one_end_with_their_worker(collector, tmp_path
     until(lambda: not any(map(alive, pids)))
 
 
-@pytest.mark.parametrize("method", ["forkserver", "fork"])
+@pytest.mark.parametrize("method", first(["forkserver", "fork"]))
 def test_a_killed_worker_is_named_also_while_its_environments_are_stuck(collector, tmp_path, method):
     env = Vectors("async", functools.partial(Failing, "stay"), 2)
     batches = collector([env, env], Constant(), start_method=method)

@@ -151,6 +151,7 @@ COLLECTORS = {
 }
 
 
+@pytest.mark.full  # the other waits of a daemon thread are above
 @pytest.mark.parametrize("wait", first(COLLECTORS))
 def test_a_daemon_thread_in_a_collector_does_not_disturb_the_exit(wait, tmp_path):
     pytest.importorskip("gymnasium", reason="collectors need gymnasium, which shmsync[collectors] brings")
@@ -160,6 +161,7 @@ def test_a_daemon_thread_in_a_collector_does_not_disturb_the_exit(wait, tmp_path
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.full  # a process that ends late
 def test_somebody_may_wait_for_a_daemon_thread_at_exit():
     """Its wait ends, late and with an error, so that the process ends too."""
     first = """

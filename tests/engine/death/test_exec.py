@@ -110,7 +110,7 @@ def answered_in_full(sender, pipe):
     return False
 
 
-@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("slots", first([1, 2]))
 def test_trainer_that_execs_is_dead_to_its_readers(start, name, slots):
     trainer, waiter = start(2)
     handle = trainer.call(open_arena, 2, name=name, slots=slots)
@@ -153,6 +153,7 @@ os.execv(sys.executable, [sys.executable, "-c", sys.orig_argv[sys.orig_argv.inde
 """
 
 
+@pytest.mark.full  # the tests above exec a trainer
 @pytest.mark.parametrize("before", first([(), ("setarch", "-R")]), ids=["random addresses", "fixed addresses"])
 def test_trainer_that_execs_itself_gets_its_name_again(name, before):
     """With fixed addresses its new image looks like the old one, but it does not have the old one's slab."""

@@ -120,6 +120,7 @@ def test_faulthandler_still_prints_its_traceback(arena, order):
     assert 'File "<string>", line' in stderr
 
 
+@pytest.mark.full  # the one before has it on
 def test_faulthandler_switched_off_and_on_again_prints_still(arena):
     program = """
 faulthandler.enable()
@@ -210,6 +211,7 @@ thread.join()
     assert len(lines_of_ours(died(arena, program))) == 1
 
 
+@pytest.mark.full  # the tests around it have one process
 def test_many_children_of_a_fork_each_say_it(arena):
     program = """
 sub = shmsync.Subscriber(name)

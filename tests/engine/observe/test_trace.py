@@ -86,6 +86,7 @@ def test_times_of_all_processes_are_of_one_clock(start, file):
             assert published[version] < acks[version] < published[version + 1]
 
 
+@pytest.mark.full  # the tests above kill one
 def test_many_killed_workers_leave_whole_lines(file):
     chance = random.Random(1)
     with shmsync.Publisher(engine.stamped(1), slots=2) as pub, pub.trace(file):

@@ -236,6 +236,7 @@ def test_own_wait_that_follows_shows_the_new_session(start, name):
         assert (sub.session, sub.version, sub.stats().version) == (new.session, 0, 0)  # nothing of it is applied
 
 
+@pytest.mark.full  # seconds
 def test_what_ends_is_not_kept():
     with shmsync.Publisher(Counting()) as pub, shmsync.Subscriber(pub.handle) as sub:
 

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 
+import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.collectors import MultiSyncCollector
@@ -185,6 +186,7 @@ def open_files(say, scheme):
     say((probes.open_files() - before, max(ask(collecting, "env.call", probes.open_files))))
 
 
+@pytest.mark.full  # half a minute
 def test_there_are_600_tensors():
     theirs, ours = both(open_files)
     assert min(theirs) > 600

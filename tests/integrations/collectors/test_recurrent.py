@@ -40,6 +40,7 @@ def test_the_state_goes_on_over_updates(collector, kind, which, slots):
     assert collected(collector, which, kind, slots=slots).over_updates
 
 
+@pytest.mark.full  # test_fork runs the same policies
 @pytest.mark.parametrize("which", first(PROCESSES))
 @pytest.mark.parametrize("kind", ["LSTM", "nn.GRU"])
 def test_spawn(kind, which):
@@ -69,7 +70,7 @@ def forked(say, which, kind):
     collecting.shutdown()
 
 
-@pytest.mark.parametrize("kind", ["GRU", "nn.LSTM"])
+@pytest.mark.parametrize("kind", first(["GRU", "nn.LSTM"]))
 @pytest.mark.parametrize("which", first(PROCESSES))
 def test_fork(which, kind):
     with children.child(forked, which, kind, method="spawn") as child:

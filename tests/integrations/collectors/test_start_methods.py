@@ -63,6 +63,7 @@ def last_days_of(collecting):
     assert caught.value.missing == [0]
 
 
+@pytest.mark.full  # test_fork runs the same collectors
 @pytest.mark.parametrize("kind", KINDS)
 def test_spawn(kind):
     with parts.collectors("spawn") as make:

@@ -47,6 +47,7 @@ def tags_of(collecting):
     return seen(next(iter(collecting))).unique().tolist()
 
 
+@pytest.mark.full  # the tests around it use a scheme again
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_second_collector_is_refused_while_the_first_works_on(start, kind):
     scheme, first = ShmWeightSyncScheme(), Tagged()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.full  # a benchmark's own code; each test starts it
 ROOT = Path(__file__).parents[3]
 BENCH = ROOT / "bench"
 PAGES = ("docs/performance.md", "docs/comparison.md")
@@ -48,7 +49,7 @@ def earlier(tmp_path, *cells, **deaths):
     return path
 
 
-@pytest.mark.parametrize("peers", ["lock", pytest.param("", marks=pytest.mark.full)])
+@pytest.mark.parametrize("peers", ["lock", pytest.param("", marks=pytest.mark.slow)])
 def test_peers_take_turns_and_a_killed_reader_blocks_those_with_a_lock(tmp_path, peers):
     done = run(BENCH / "peers.py", "--simple", "--peers", peers, "--sizes", "KB", "--workers", 2, "--seconds", 0.3,
                "--patience", 3, "--out", tmp_path, cwd="/")  # fmt: skip

@@ -125,6 +125,7 @@ def test_a_section_that_says_nothing_is_a_failure(tmp_path, program, why):
     assert say(tmp_path, "PATIENCE = 200\n" + RUN, PYTHONPATH=str(tmp_path)) == f"an odd one; failed: {why}; True\n"
 
 
+@pytest.mark.full  # a section ends in the tests around it
 def test_a_section_without_end_is_ended_with_all_that_it_started(tmp_path):
     child = tmp_path / "child"
     (tmp_path / "odd.py").write_text(STUCK.format(path=str(child)))
@@ -178,6 +179,7 @@ for row in section.ray(Clock(1000)):
 """
 
 
+@pytest.mark.full  # a cluster of Ray's
 def test_ray_with_and_without_zero_copy_tensors_are_cells_of_their_own(tmp_path):
     (tmp_path / "cell.py").write_text(CELL)
     program = RAY.replace('"cell.py"', repr(str(tmp_path / "cell.py")))

@@ -74,6 +74,7 @@ def test_a_stopped_process_of_ray(crew, which, fan_out, first):
         transport.close()
 
 
+@pytest.mark.full  # a cluster with a small store of its own
 @pytest.mark.parametrize("kwargs", first([{}, {"worker_ids": [1]}]), ids=["all", "some"])
 def test_weights_that_the_store_does_not_take_name_those_who_miss_them(crew, kwargs, by_the_store):
     with RayWeightSyncScheme() as scheme:

@@ -65,6 +65,7 @@ def relays_in(actor):
     return ray.get(actor.__ray_call__.remote(fetching.relays_here))
 
 
+@pytest.mark.full  # test_fetched_weights.py has the same over RPC and torch.distributed
 def test_actors_beside_the_trainer_read_weights_where_they_lie_and_one_elsewhere_fetches_them(actors, sender_to):
     near, far = actors("near"), actors("far")
     sender = sender_to([*near, *far])
@@ -76,6 +77,7 @@ def test_actors_beside_the_trainer_read_weights_where_they_lie_and_one_elsewhere
     assert "plasma" not in other[2] and "/dev/shm" not in other[2]
 
 
+@pytest.mark.full  # test_fetched_weights.py has a worker that cannot fetch over RPC
 def test_actors_that_cannot_reach_the_trainer_get_them_by_the_object_store(actors, sender_to, caplog):
     crew = actors("near", 2) + actors("far")
     sender = sender_to(crew)
@@ -120,6 +122,7 @@ def test_the_only_actor_of_a_node_ends_its_arena_with_the_scheme(actors, sender_
     assert parts.ask(crew, "look") == [(1.0, 1)]  # it keeps what it has
 
 
+@pytest.mark.full  # conformance/trouble kills an actor in each step of a send
 @pytest.mark.parametrize("where", first(["far", "near"]))
 @pytest.mark.parametrize("fan_out", first(["node", None]))
 def test_an_actor_that_is_killed_with_weights_under_way_is_named(actors, sender_to, tmp_path, where, fan_out):

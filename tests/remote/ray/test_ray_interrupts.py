@@ -19,6 +19,7 @@ def all_is_well(ray_driver):
     assert ray_driver.call(ray_trainer.look) == [(0.5, version)] * 2
 
 
+@pytest.mark.full  # conformance/trouble interrupts sends of the other schemes in the same code
 @pytest.mark.parametrize("how", first(["send", "send_async"]))
 @pytest.mark.parametrize("kind", first(ray_trainer.KINDS))
 def test_in_a_send(ray_driver, kind, how):
@@ -46,6 +47,7 @@ def test_in_init_on_sender_and_shutdown(ray_driver, kind):
     until(lambda: ray_driver.call(ray_trainer.relays) <= 1)
 
 
+@pytest.mark.full  # conformance/trouble/test_threads.py has two threads over each scheme
 @pytest.mark.parametrize("kind", first(["ray", "ray-module"]))
 def test_one_transport_in_two_threads(ray_driver, kind):
     ray_driver.call(ray_trainer.open_sender, kind, 1)

@@ -198,6 +198,7 @@ def test_a_collector_of_torchrl_takes_what_is_sent():
     parts.end([collector])
 
 
+@pytest.mark.full  # an interpreter of its own
 def test_without_ray_the_classes_import_and_their_use_names_the_extra():
     program = """
 import sys

@@ -19,6 +19,7 @@ from support.choice import first
 # ---- optimizers that come, go and are wrapped
 
 
+@pytest.mark.full  # hundreds of steps; the tests around it take a few
 def test_many_cycles_leave_the_optimizer_as_it_was_and_no_mapping():
     def mappings():
         return sum("shmsync:" in line for line in open("/proc/self/maps"))
@@ -42,6 +43,7 @@ def test_many_cycles_leave_the_optimizer_as_it_was_and_no_mapping():
         module.weight.add_(1)
 
 
+@pytest.mark.full  # hundreds of steps; the tests around it take a few
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("made", first(["after", "before"]))
 def test_schedulers_and_many_cycles(made):

@@ -64,3 +64,13 @@ def test_a_full_test_without_parameters_waits_for_the_pairs():
     items = [item("test_training", {}, full=True), item("test_other", {})]
     assert choose(items, "covering")[0] == [items[1]]
     assert choose(items, "pairs")[0] == [items[0]]
+
+
+def test_of_full_tests_the_pairs_have_each_value_that_no_other_has():
+    items = product(["scheme", "start", "form"], full=lambda params: params["scheme"] in ("scheme4", "scheme5"))
+    covering, pairs, rest = (choose(items, choice)[0] for choice in ("covering", "pairs", "rest"))
+    quick = [each for each in items if each.callspec.params["scheme"] not in ("scheme4", "scheme5")]
+    assert pairs_of(covering + pairs) >= pairs_of(quick)
+    late = [each.callspec.params["scheme"] for each in pairs if each not in quick]
+    assert sorted(late) == ["scheme4", "scheme5"]
+    assert {each.callspec.params["scheme"] for each in rest} >= {"scheme4", "scheme5"}

@@ -129,9 +129,11 @@ print("there", flush=True)
     ("end", "status"),
     [
         ("sys.exit(0)", 0),
-        ("os._exit(7)", 7),
+        pytest.param("os._exit(7)", 7, marks=pytest.mark.full),
         ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
-        ("os.execv(sys.executable, [sys.executable, '-c', 'raise SystemExit(5)'])", 5),
+        pytest.param(
+            "os.execv(sys.executable, [sys.executable, '-c', 'raise SystemExit(5)'])", 5, marks=pytest.mark.full
+        ),
     ],
     ids=["exit", "_exit", "SIGKILL", "exec"],
 )

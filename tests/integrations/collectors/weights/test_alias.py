@@ -101,6 +101,7 @@ def test_weights_for_some_workers_are_refused(collector, aliased):
     assert tags(collecting) == [1, 1]
 
 
+@pytest.mark.full  # a collector of its own
 def test_extra_state_is_refused(collector, aliased):
     with pytest.raises(ValueError, match="get_extra_state"):
         collector(Acting(Remembering()), scheme=aliased)

@@ -112,6 +112,7 @@ def test_an_updater_is_set_later_and_taken_away(start):
     assert updater.pushes == 1 and tags_of(collecting) == {4}
 
 
+@pytest.mark.full  # a program of its own
 def test_one_that_was_made_before_torchrl_was_imported_is_not_dropped():
     """TorchRL knows an updater by its type, and calls what it does not know, as if that were a constructor."""
     program = """

@@ -138,6 +138,7 @@ def small_heap():
     gc.unfreeze()
 
 
+@pytest.mark.full  # some hundred failing calls
 @pytest.mark.usefixtures("small_heap")
 def test_an_error_at_any_call_is_typed_and_leaks_nothing():
     calls = Proxy(world := World())
