@@ -3,7 +3,7 @@
 import pytest
 
 from shmsync import _native
-from support.faults.failpoints import ACTIONS, Held
+from support.faults.failpoints import ACTIONS, CONSISTENCIES, SLOTS, Held
 
 
 def pytest_collection_modifyitems(items):
@@ -18,12 +18,12 @@ def action(request):
     return request.param
 
 
-@pytest.fixture(params=[1, 2, 3])
+@pytest.fixture(params=SLOTS)
 def slots(request):
     return request.param
 
 
-@pytest.fixture(params=["pinned", "optimistic", "live"])
+@pytest.fixture(params=CONSISTENCIES)
 def consistency(request):
     return request.param
 

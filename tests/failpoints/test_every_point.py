@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import inspect
 from pathlib import Path
 
 import pytest
@@ -11,12 +11,19 @@ from shmsync import _native
 from support.faults.failpoints import native_points, points
 
 
-def test_every_point_is_walked():
-    """A point is in the text of a test: whole, or as the two halves of an f-string."""
-    text = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
-    quoted = set(re.findall(r'"([a-z_.]+)"', text))
-    walked = {f"{row}.{point}" for row in ("claim", "take_over") for point in quoted}
-    assert points() - quoted - walked == set()
+def test_every_point_is_walked(request):
+    """By a case that runs: one that the choice leaves out, or that may skip itself, shows nothing."""
+    here = [item for item in request.session.items if item.path.parent == Path(__file__).parent]
+    if request.config.option.keyword or {item.path for item in here} != set(Path(__file__).parent.glob("test_*.py")):
+        pytest.skip("only a part of tests/failpoints was asked for")
+    runs = [item for item in here if hasattr(item, "callspec") and not may_skip(item)]
+    walked = {item.callspec.params.get("point") for item in runs}
+    assert points() - walked == set()
+
+
+def may_skip(item):
+    marks = {mark.name for mark in item.iter_markers()}
+    return bool(marks & {"skip", "skipif", "xfail"}) or "pytest.skip(" in inspect.getsource(item.function)
 
 
 def test_this_build_has_them():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import inf as for_ever
 
 import pytest
@@ -13,11 +14,11 @@ from support.weights import stamped
 SHORT = 0.2  # seconds
 DEAD, WORKER = 5, 7
 MAPPING = ["attach.mapped", "slab.attached"]
-STEPS = ["owner", "cleared", "worker"]
+ROWS, STEPS = ["claim", "take_over"], ["owner", "cleared", "worker"]
+JOINING = [*product(MAPPING, ROWS), *((f"{row}.{step}", row) for row in ROWS for step in STEPS)]
 
 
-@pytest.mark.parametrize("row", ["claim", "take_over"])
-@pytest.mark.parametrize("point", [*MAPPING, *STEPS])
+@pytest.mark.parametrize(("point", "row"), JOINING)
 def test_a_joining(start, hold, row, point, slots, consistency):
     """Nobody waits for it for ever, it bears no name but its own, and its row is free when it is dead."""
     earlier, joiner, heir = start(3)
@@ -32,11 +33,8 @@ def test_a_joining(start, hold, row, point, slots, consistency):
             earlier.kill()  # with its pin
         else:
             earlier.call(detach)  # its row keeps its index until the next one has it
-        claims = point in STEPS
-        held = hold(joiner, f"{row}.{point}" if claims else point).run(
-            attach, pub.handle, worker=WORKER, consistency=consistency
-        )
-        pinned = row == "take_over" and point == "owner"  # the pin of the dead, until it is cleared
+        held = hold(joiner, point).run(attach, pub.handle, worker=WORKER, consistency=consistency)
+        pinned = point == "take_over.owner"  # the pin of the dead, until it is cleared
         if held.killed:
             for version in range(2, slots + 3):
                 assert pub.publish(stamped(version), timeout=for_ever) == version
@@ -45,10 +43,10 @@ def test_a_joining(start, hold, row, point, slots, consistency):
             assert heir.call(look) == (pub.version,) * 3
             assert sorted(each.worker for each in pub.readers() if each.state == "live") == [0, WORKER]
             return
-        if claims:
+        if point not in MAPPING:
             (mine,) = [each for each in pub.readers() if each.pid == joiner.pid]
-            if point != "owner":  # there, for an instant, the row tells of whoever had it before
-                assert mine.worker == (WORKER if point == "worker" else None)
+            if not point.endswith(".owner"):  # there, for an instant, the row tells of whoever had it before
+                assert mine.worker == (WORKER if point.endswith(".worker") else None)
             assert mine.pinned is None or pinned
         for version in range(2, slots + 1):
             pub.publish(stamped(version), timeout=SHORT)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import inf as for_ever
 
 import pytest
 
 import shmsync
 from support.calls import Call, naming
+from support.faults.failpoints import CONSISTENCIES, SLOTS
 from support.jobs.engine import attach, detach, look, read, refresh, wait_version
 from support.processes import until
 from support.weights import stamped
@@ -32,10 +34,8 @@ def goes_on(pub, sub, slots):
         assert read(sub) == (version,) * 3
 
 
-@pytest.mark.parametrize("point", PINNED + SECTION)
+@pytest.mark.parametrize(("point", "consistency"), [*product(PINNED, ["pinned"]), *product(SECTION, CONSISTENCIES)])
 def test_a_section(start, hold, point, slots, consistency):
-    if point in PINNED and consistency != "pinned":
-        pytest.skip("pins nothing")
     worker, heir = start(2)
     with shmsync.Publisher(stamped(1), slots=slots, max_readers=2) as pub, shmsync.Subscriber(pub.handle) as other:
         worker.call(attach, pub.handle, worker=WORKER, consistency=consistency)
@@ -95,12 +95,14 @@ def test_an_ack_that_is_waited_for(start, hold, point, slots, consistency):
         goes_on(pub, other, slots)
 
 
-@pytest.mark.parametrize("point", ["gate.refused", "version.waits"])
+# Only with one slot is there a gate, and a live section does not ask for it.
+WAITS = [*product(["gate.refused"], [1], ["pinned", "optimistic"]), *product(["version.waits"], SLOTS, CONSISTENCIES)]
+
+
+@pytest.mark.parametrize(("point", "slots", "consistency"), WAITS)
 def test_a_wait(start, hold, point, slots, consistency):
     """Who waits, for the gate or for a version, keeps nobody up."""
     gate = point == "gate.refused"
-    if gate and (slots > 1 or consistency == "live"):
-        pytest.skip("there is no gate")
     worker = start()
     with shmsync.Publisher(stamped(1), slots=slots) as pub, shmsync.Subscriber(pub.handle) as other:
         worker.call(attach, pub.handle, worker=WORKER, consistency=consistency)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import inf as for_ever
 
 import pytest
 
 import shmsync
 from support.calls import naming, outcome
-from support.faults.failpoints import half_written, in_place, open_two, publish_two
+from support.faults.failpoints import SLOTS, half_written, in_place, open_two, publish_two
 from support.jobs.engine import attach, close_publisher, enter, open_arena, publish, read
 from support.processes import segment_path, segments
 from support.weights import stamped, stamps
@@ -53,11 +54,14 @@ def swept(name, old):
     assert not segment_path(name).exists()
 
 
-@pytest.mark.parametrize("how", [publish, in_place], ids=["copied", "in place"])
-@pytest.mark.parametrize("point", [*STEPS, "copy.leaf"])
+HOW = publish, in_place
+# With several slots there is no gate; in place, the trainer writes by itself.
+PUBLISHING = [*product([GATED], HOW, [1]), *product(STEPS[1:], HOW, SLOTS)]
+PUBLISHING += product(["copy.leaf"], [publish], SLOTS)
+
+
+@pytest.mark.parametrize(("point", "how", "slots"), PUBLISHING)
 def test_a_publish(start, name, hold, point, how, slots, consistency):
-    if (point == GATED and slots > 1) or (point == "copy.leaf" and how is in_place):
-        pytest.skip("this way of publishing does not pass that step")
     writer = start()
     handle = writer.call(open_arena, name=name, slots=slots)
     with shmsync.Subscriber(handle, consistency=consistency) as sub:
@@ -87,9 +91,9 @@ def test_a_publish(start, name, hold, point, how, slots, consistency):
         assert seen(sub, consistency, for_ever) == 3
 
 
-def test_an_update_that_fails(start, name, hold, slots, consistency):
+@pytest.mark.parametrize(("point", "slots"), [("poison.state", 1), ("abort.start", 2), ("abort.start", 3)])
+def test_an_update_that_fails(start, name, hold, point, slots, consistency):
     """One slot: poisoned, by whoever dies then too. Several: the old version is there all the time."""
-    point = "poison.state" if slots == 1 else "abort.start"
     writer = start()
     handle = writer.call(open_arena, name=name, slots=slots)
     with shmsync.Subscriber(handle, consistency=consistency) as sub:
@@ -108,11 +112,13 @@ def test_an_update_that_fails(start, name, hold, slots, consistency):
         assert seen(sub, consistency, for_ever) == 2
 
 
-@pytest.mark.parametrize("point", ["abort.start", "abort.opened", "writer.waits"])
+# With several slots there is no gate to open.
+NO_ROOM = [("abort.opened", 1), *product(["abort.start", "writer.waits"], SLOTS)]
+
+
+@pytest.mark.parametrize(("point", "slots"), NO_ROOM)
 def test_a_publish_that_finds_no_room(start, name, hold, point, consistency, slots):
     """It gives the gate back: nothing was written. Its readers keep their version at each step of that."""
-    if point == "abort.opened" and slots > 1:
-        pytest.skip("with two or more slots there is no gate")
     writer = start()
     handle = writer.call(open_arena, name=name, slots=slots)
     subs = [shmsync.Subscriber(handle, worker=index) for index in range(slots)]
@@ -210,12 +216,13 @@ def test_the_reaping_of_a_dead_reader(start, name, hold, point, slots, consisten
             assert read(joined) == (slots + 1,) * 3
 
 
-def test_a_wait_for_acks(start, name, hold, slots, consistency):
+@pytest.mark.parametrize("point", ["writer.waits"])
+def test_a_wait_for_acks(start, name, hold, point, slots, consistency):
     """The version is published, whatever becomes of the wait."""
     writer = start()
     handle = writer.call(open_arena, name=name, slots=slots)
     with shmsync.Subscriber(handle, consistency=consistency, worker=0) as sub:
-        held = hold(writer, "writer.waits").run(publish, 2, wait=[0])
+        held = hold(writer, point).run(publish, 2, wait=[0])
         assert seen(sub, consistency, for_ever) == 2
         if held.killed:
             swept(name, handle)
@@ -223,14 +230,14 @@ def test_a_wait_for_acks(start, name, hold, slots, consistency):
             assert held.result() == 2
 
 
-@pytest.mark.parametrize("slots", [1])
-def test_several_arenas_of_which_one_has_no_room(start, name, hold, slots, consistency):
+@pytest.mark.parametrize("point", ["abort.numbered"])
+def test_several_arenas_of_which_one_has_no_room(start, name, hold, point, consistency):
     """The others were marked as being written, and are given back as they were."""
     writer = start()
     first, second = writer.call(open_two, name)
     with shmsync.Subscriber(second, worker=0) as pinning, shmsync.Subscriber(first, consistency=consistency) as sub:
         with pinning.read():
-            held = hold(writer, "abort.numbered").run(publish_two, 2, SHORT)
+            held = hold(writer, point).run(publish_two, 2, SHORT)
             closed = consistency == "pinned" and not held.killed
             assert seen(sub, consistency, for_ever if held.killed else SHORT) == ("WriterBusy" if closed else 1)
             if held.killed:

@@ -32,6 +32,8 @@ from support.weights import stamp, stamped
 from support.worker import Gone
 
 ACTIONS = ("kill", "stop", "pause")
+SLOTS = (1, 2, 3)
+CONSISTENCIES = ("pinned", "optimistic", "live")
 # What Python does: (where the function is found, its name, the point before it, the point after it).
 AROUND = [
     (segment, "_make", None, "segment.named"),
