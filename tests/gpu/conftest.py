@@ -11,16 +11,18 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a pool of inductor's would 
 
 
 def pytest_collection_modifyitems(items):
-    missing, count = reason(), torch.cuda.device_count()
     for item in items:
-        if "/gpu/" not in str(item.path):
-            continue
-        item.add_marker(pytest.mark.gpu)
-        needed = 2 if item.get_closest_marker("two_gpus") else 1
-        if missing is not None:
-            item.add_marker(pytest.mark.skip(reason=f"no GPU can be used: {missing}"))
-        elif count < needed:
-            item.add_marker(pytest.mark.skip(reason=f"{needed} GPUs are needed, {count} are there"))
+        if item.path.parent.name == "gpu":
+            item.add_marker(pytest.mark.gpu)
+
+
+def pytest_runtest_setup(item):
+    """Of a test in this folder. reason() initialises CUDA, so it is not asked before one of them runs."""
+    missing, needed = reason(), 2 if item.get_closest_marker("two_gpus") else 1
+    if missing is not None:
+        pytest.skip(f"no GPU can be used: {missing}")
+    if (count := torch.cuda.device_count()) < needed:
+        pytest.skip(f"{needed} GPUs are needed, {count} are there")
 
 
 @pytest.fixture

@@ -118,18 +118,3 @@ def test_copies_are_checked_as_views_are():
         with pytest.raises(ManifestMismatch, match=r"layer\.weight is torch\.float32 .* torch\.bfloat16"):
             bind_copies(sub, half)
         assert ask(half) == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="this test needs a CUDA device, and there is none here")
-@pytest.mark.parametrize("rig", RIGS)
-@pytest.mark.parametrize("slots", [1, 2])
-def test_module_on_a_gpu_follows_the_trainer(rig, slots, monkeypatch):
-    monkeypatch.setattr("support.conformance.rigs.Stamped", lambda value: Stamped(value).to("cuda"))
-    kind, scheme, options = RIGS[rig]
-    made = kind(scheme, slots=slots, **options)
-    for value in (1, 2, 3):
-        made.deliver(Stamped(value))
-        assert made.stamps() == [value, value]
-        assert {tensor.device.type for net in made.nets for tensor in net.parameters()} == {"cuda"}
-    made.close()
