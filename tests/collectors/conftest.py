@@ -2,19 +2,21 @@
 
 import pytest
 
-pytest.importorskip("gymnasium", reason="collectors need gymnasium, which shmsync[collectors] brings")
+from support.needs import skipped_without
 
-from shmsync.collectors import MultiprocessCollector
-from support.environments import basic as environments
-from support.environments.basic import Policy
+NEEDED = "collectors need gymnasium, which shmsync[collectors] brings"
+pytest_pycollect_makemodule = skipped_without("gymnasium", NEEDED)
 
 
 @pytest.fixture
 def collector():
     """Makes collectors, and ends them."""
+    from shmsync.collectors import MultiprocessCollector  # needs Gymnasium
+    from support.environments.basic import Policy, cartpole
+
     made = []
 
-    def make(env=environments.cartpole, policy=None, **options):
+    def make(env=cartpole, policy=None, **options):
         options = {"num_workers": 2, "frames_per_batch": 40, **options}
         made.append(MultiprocessCollector(env, Policy() if policy is None else policy, **options))
         return made[-1]

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from support.needs import skipped_without
+
+pytest_pycollect_makemodule = skipped_without("torchrl", "these tests need TorchRL, which shmsync[torchrl] brings")
+
 
 @pytest.fixture
 def collector():
