@@ -2,10 +2,10 @@
 
     python tests/upstream/run_torchrl.py [PATH_TO_A_TORCHRL_CHECKOUT] [--both] [--all] [options of pytest]
 
-Without a path, the environment's TORCHRL_CHECKOUT names the checkout. Where there is none, one line says how to get it,
-and the run succeeds. The checkout must be of the TorchRL release that is installed; nothing of it is copied or changed.
---both puts the scheme in place of MultiProcessWeightSyncScheme too. --all runs every test of these files; without it a
-test runs once where its cases differ in the scheme alone.
+Without a path, the environment's TORCHRL_CHECKOUT names the checkout. Where there is none, the run fails, and says how
+to get it: no package of TorchRL contains its tests. The checkout must be of the TorchRL release that is installed;
+nothing of it is copied or changed. --both puts the scheme in place of MultiProcessWeightSyncScheme too. --all runs
+every test of these files; without it a test runs once where its cases differ in the scheme alone.
 docs/coming-from-torchrl.md lists the tests that need an option, or that expect something else, with the reasons.
 """
 
@@ -117,11 +117,10 @@ def main() -> int:
     options, rest = parser.parse_known_args()
     named = os.environ.get("TORCHRL_CHECKOUT")
     if options.checkout is None and not (named and Path(named, "test").is_dir()):
-        print(
+        parser.error(
             f"no tests of TorchRL at TORCHRL_CHECKOUT={named}: git clone -b v{torchrl.__version__} "
             "https://github.com/pytorch/rl, and set it to that folder"
         )
-        return 0
     options.checkout = options.checkout or Path(str(named))
     for name in ("torchrl.collectors._multi_base", "torchrl.collectors._evaluator"):
         try:
