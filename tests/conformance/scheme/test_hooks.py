@@ -5,7 +5,13 @@ import pytest
 from shmsync.schemes import TransportBackend
 from support.conformance.contexts import Context
 from support.conformance.nets import Stamped, ask
-from support.conformance.rigs import Box
+from support.conformance.rigs import KINDS, Box
+
+# Workers of one node get their weights together, so there a sender chooses none of them.
+one_by_one = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "call-fan-out"], indirect=True)
+# Where weights come in a call, the receiver has no transport.
+SET_UP = [(kind, hook) for kind in KINDS for hook in ("_set_context", "_register_model")]
+SET_UP += [(kind, "_register_worker_transport") for kind in KINDS if not kind.startswith("call")]
 
 
 def recording(name, calls):
@@ -46,20 +52,20 @@ def test_register_worker_is_asked_for_each_worker(make):
     assert rig.stamps() == [2, 2]
 
 
-def test_register_worker_may_leave_one_out(make, kind):
+@one_by_one
+def test_register_worker_may_leave_one_out(make):
     def _register_worker(self, worker_idx, pipe_or_context):
         if worker_idx != 0:
             super(type(self), self)._register_worker(worker_idx, pipe_or_context)
 
-    if kind == "call-fan-out":
-        pytest.skip("workers of one node get their weights together")
     rig = make(sender={"_register_worker": _register_worker})
     rig.deliver(Stamped(2))
     assert rig.sender.worker_ids == [1]
     assert rig.stamps() == [0, 2]
 
 
-def test_iterate_transports_chooses_who_is_sent_to(make, kind):
+@one_by_one
+def test_iterate_transports_chooses_who_is_sent_to(make):
     asked = []
 
     def _iterate_transports(self, worker_ids=None):
@@ -69,8 +75,6 @@ def test_iterate_transports_chooses_who_is_sent_to(make, kind):
             if len(asked) % 2:
                 yield transport
 
-    if kind == "call-fan-out":
-        pytest.skip("workers of one node get their weights together")
     rig = make(sender={"_iterate_transports": _iterate_transports})
     rig.deliver(Stamped(5))
     assert rig.stamps() == [5, 0]
@@ -95,10 +99,8 @@ def test_resolve_model_ref_says_where_the_weights_go(make):
     assert rig.stamps() == [0, 6]
 
 
-@pytest.mark.parametrize("hook", ["_set_context", "_register_model", "_register_worker_transport"])
-def test_receiver_is_set_up_through_its_hooks(make, kind, hook):
-    if hook == "_register_worker_transport" and kind.startswith("call"):
-        pytest.skip("weights come in a call, so this receiver has no transport")
+@pytest.mark.parametrize(("kind", "hook"), SET_UP, indirect=["kind"])
+def test_receiver_is_set_up_through_its_hooks(make, hook):
     calls = []
     rig = make(receiver=recording(hook, calls))
     assert [name for name, _, _ in calls] == [hook, hook]

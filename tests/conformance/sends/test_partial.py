@@ -97,16 +97,15 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_does_not_fit_is_refused_by_name_and_nothing_is_written(make, way, wrong):
-    if way == "own":
-        pytest.skip("its worker refuses, and nobody tells the sender: see the strategy's test")
     rig = make()
     rig.deliver(Stamped(1))
     weights, named = WRONG[wrong]
     with pytest.raises(ManifestMismatch, match=named):
         rig.deliver({**leaf(2, "layer.weight"), **weights} if weights else {})
     assert is_one(rig, layer__weight=1, layer__bias=1, count=1)
-    rig.deliver(leaf(3))  # the scheme goes on
-    assert is_one(rig, layer__weight=1, layer__bias=3, count=1)
+    if way != "own":  # there a worker's receive() raises, and the rest of this send is still to be received
+        rig.deliver(leaf(3))  # the scheme goes on
+        assert is_one(rig, layer__weight=1, layer__bias=3, count=1)
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -137,9 +136,7 @@ def test_first_weights_say_which_leaves_an_arena_has(make, way):
         assert is_one(rig, layer__weight=5, layer__bias=3, count=0)
 
 
-def test_without_partial_a_missing_leaf_is_refused_by_name(make, way):
-    if way == "own":
-        pytest.skip("its worker refuses, and nobody tells the sender")
+def test_without_partial_a_missing_leaf_is_refused_by_name(make):
     rig = make(partial=False)
     rig.deliver(Stamped(1))
     with pytest.raises(ManifestMismatch, match=r"count"):
