@@ -120,4 +120,12 @@ CHANGES = {
     "swapped": lambda t: torch.utils.swap_tensors(t, type(t)(torch.rand(t.shape))),
 }
 
-DATA_CANNOT_BE = {"of vmap", "nested", "sparse", "compressed sparse", "mkldnn", "quantised", "meta"}  # torch refuses it
+# How a plain parameter becomes an odd one, and which of them torch itself refuses then.
+BECOME = {
+    "data": lambda parameter, odd: setattr(parameter, "data", odd),
+    "swap": torch.utils.swap_tensors,
+}
+CANNOT_BECOME = {
+    "data": ["of vmap", "nested", "sparse", "compressed sparse", "mkldnn", "quantised", "meta"],
+    "swap": ["DTensor", "DTensor parameter"],
+}
