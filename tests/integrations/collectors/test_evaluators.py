@@ -6,21 +6,18 @@ import contextlib
 
 import pytest
 from tensordict import TensorDict
+from torchrl.collectors import Evaluator
 
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from support.torchrl import parts
 from support.torchrl.environments import Steps
 from support.torchrl.policies import Tagged
 
-collectors = pytest.importorskip("torchrl.collectors")
-if not hasattr(collectors, "Evaluator"):
-    pytest.skip("TorchRL has no evaluators here", allow_module_level=True)
-
 
 @contextlib.contextmanager
 def evaluating():
     with parts.starting():
-        evaluator = collectors.Evaluator(
+        evaluator = Evaluator(
             Steps,
             policy_factory=Tagged,
             max_steps=5,

@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torchrl
 from torchrl.collectors import Collector
 
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
@@ -66,13 +67,12 @@ def test_an_update_costs_what_it_has_to_and_then_nothing_again(worker):
     assert set(own_calls(lambda: next(batches))) == {"_stamp"}
 
 
+@pytest.mark.skipif(torchrl.__version__.startswith("0.13"), reason="there a collector's state has no policy_version")
 def test_frames_after_a_state_was_loaded_have_its_version(worker):
     _, _, collector, _ = worker()
     batches = iter(collector)
     next(batches)
     state = collector.state_dict()
-    if "policy_version" not in state:
-        pytest.skip("a collector's state has no policy_version in this TorchRL")
     state["policy_version"] = 7
     collector.load_state_dict(state)
     batch = next(batches)
