@@ -44,9 +44,10 @@ def test_the_tutorial_prints_what_it_shows(reader):
 def test_a_guide_prints_what_it_shows(reader, name, commands, needed):
     for module in needed:
         pytest.importorskip(module, reason=f"the guide needs {module}, which shmsync[test] brings")
-    if not shutil.which("patch"):
-        pytest.skip("the guides need patch: apt-get install patch")
-    assert reader.follow(DOCS / "guides" / f"{name}.md") == commands
+    page = DOCS / "guides" / f"{name}.md"
+    if "\n$ patch " in page.read_text() and not shutil.which("patch"):
+        pytest.skip("the guide needs patch: apt install patch")
+    assert reader.follow(page) == commands
 
 
 def test_the_guide_to_leagues_shows_its_examples_as_they_are():
