@@ -14,7 +14,7 @@ from support.environments.basic import Policy
 from support.processes import segments
 
 simulated = pytest.mark.skipif(
-    devices.default() is None, reason="workers know the simulated device with SHMSYNC_TEST_DEVICE=simulated"
+    devices.default() is None, reason="its workers need the simulated device: make test-device"
 )
 
 
@@ -30,7 +30,7 @@ simulated = pytest.mark.skipif(
 )
 def test_a_device_that_cannot_be_is_refused_before_a_process_starts(device, error, words):
     if device == "cuda" and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
+        pytest.skip("with a GPU, weights can lie on cuda")
     before = segments()
     with pytest.raises(error, match=words):
         MultiprocessCollector(environments.cartpole, Policy(), num_workers=2, frames_per_batch=40, device=device)

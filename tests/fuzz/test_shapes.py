@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-pytest.importorskip("hypothesis", reason="pip install hypothesis")
+pytest.importorskip("hypothesis", reason="these shapes need hypothesis, which shmsync[test] brings")
 
 import torch
 from hypothesis import given, settings

@@ -105,7 +105,7 @@ def test_a_small_terminal_shows_every_actor_and_how_far_it_is(tmp_path, encoding
     from shmsync.examples.cartpole.options import Options
     from shmsync.examples.cartpole.rollout import Message
 
-    console_module = pytest.importorskip("rich.console")
+    console_module = pytest.importorskip("rich.console", reason="the dashboard needs rich, which shmsync[demo] brings")
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="")
     console = console_module.Console(
         file=stream, width=36, height=14, force_terminal=True, color_system=None, legacy_windows=False
@@ -134,7 +134,7 @@ def test_a_small_terminal_shows_every_actor_and_how_far_it_is(tmp_path, encoding
 
 
 def test_the_plot_has_return_lag_and_publish_and_no_legend_covers_data(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="the plot needs matplotlib, which shmsync[demo] brings")
     from matplotlib.figure import Figure
     from shmsync.examples.cartpole import report
     from shmsync.examples.cartpole.figures import Figures

@@ -237,7 +237,7 @@ def test_mistakes_are_said_before_anything_is_drawn(name, run):
     assert "between 0.05 and 3600" in said
 
 
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="a terminal of another make: apt install tmux")
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux: apt install tmux")
 @pytest.mark.parametrize(("columns", "lines"), [(36, 14), (120, 40)])
 def test_in_tmux(policy, name, tmp_path, columns, lines, run):
     """What a terminal makes of it: nothing is cut, nothing scrolls, and the shell's own lines are back afterwards."""

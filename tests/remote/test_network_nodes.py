@@ -26,7 +26,7 @@ def namespaces():
     """Two network namespaces with a cable between them: their names, and those of the ends of the cable. The first one
     is 10.231.0.1, the other one 10.231.0.2."""
     if shutil.which("ip") is None:
-        pytest.skip("needs ip of iproute2")
+        pytest.skip("needs ip: apt install iproute2")
     if os.geteuid() != 0:
         pytest.skip("needs root, to make network namespaces")
     names = [f"shmsync-{os.getpid()}-{end}" for end in "ab"]

@@ -5,7 +5,7 @@ These storms are short; `make storm` makes long ones. What is judged: support/st
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 
 import pytest
 
@@ -15,15 +15,16 @@ from support.storms import storm
 HERE = ["shared-memory", "engine"]
 VARIANTS = ["engine-device", "shared-memory-3", "groups", "multiprocess", "collector"]
 AFAR = ["ray", "ray-fan-out", "ray-module", "rpc", "rpc-fan-out", "distributed", "distributed-fan-out"]
-NEEDS = {"ray": "ray", "collector": "gymnasium", "torchrl": "torchrl"}
+# The module, and the extra of shmsync that brings it.
+NEEDS = {"ray": ("ray", "ray"), "collector": ("gymnasium", "collectors"), "torchrl": ("torchrl", "torchrl")}
 
 
 @pytest.mark.parametrize(
     "name", [*first(HERE), *(pytest.param(each, marks=pytest.mark.full) for each in [*VARIANTS, *AFAR, "torchrl"])]
 )
 def test_a_storm_breaks_no_promise(name, request):
-    needed = NEEDS.get(name.partition("-")[0])
-    if needed is not None and importlib.util.find_spec(needed) is None:
-        pytest.skip(f"this storm needs {needed}")
+    module, extra = NEEDS.get(name.partition("-")[0], (None, None))
+    if module is not None and importlib.util.find_spec(module) is None:
+        pytest.skip(f"this storm needs {module}, which shmsync[{extra}] brings")
     sky = storm.run(name, 4, seed=12)
     assert sky.counts["send"] > 0 and sky.counts["steps"] > 0

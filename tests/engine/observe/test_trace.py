@@ -120,7 +120,7 @@ def test_arenas_that_are_published_together_have_tracks_of_their_own(file):
 
 
 def test_a_verify_that_finds_the_gate_closed_shows_no_section(file):
-    pytest.importorskip("xxhash")
+    pytest.importorskip("xxhash", reason="checksums need xxhash, which shmsync[verify] brings")
     with (
         shmsync.Publisher({"t": torch.zeros(8)}, checksum=True) as pub,
         shmsync.Subscriber(pub.handle, timeout=0.05) as sub,
@@ -165,7 +165,7 @@ def test_a_publish_that_fails_is_seen(file):
 
 
 def test_verify_and_trace_are_asked_for_side_by_side(start, file):
-    pytest.importorskip("xxhash")
+    pytest.importorskip("xxhash", reason="checksums need xxhash, which shmsync[verify] brings")
     with shmsync.Publisher(engine.stamped(1), checksum=True, timeout=20.0) as pub:
         reader = start()
         reader.call(engine.attach, pub.handle, worker=0)
@@ -187,7 +187,7 @@ def test_verify_and_trace_are_asked_for_side_by_side(start, file):
 
 
 def test_refresh_says_that_it_moved_though_it_was_asked_something():
-    pytest.importorskip("xxhash")
+    pytest.importorskip("xxhash", reason="checksums need xxhash, which shmsync[verify] brings")
     with (
         shmsync.Publisher(engine.stamped(1), checksum=True, timeout=20.0) as pub,
         shmsync.Subscriber(pub.handle, worker=0) as sub,

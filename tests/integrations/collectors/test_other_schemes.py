@@ -73,7 +73,7 @@ def test_a_collector_that_a_worker_makes_for_another_machine_refuses_it(scheme):
 class TestRay:
     @pytest.fixture(scope="class", autouse=True)
     def ray(self):
-        pytest.importorskip("ray")
+        pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brings")
         from support.remote import ray_parts
 
         with ray_parts.one_node():

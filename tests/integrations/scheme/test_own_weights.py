@@ -21,7 +21,7 @@ def linear(value=0.0):
 def test_updates_in_any_order(pair, seed, options):
     draw = random.Random(seed)
     if options.get("checksum"):
-        pytest.importorskip("xxhash")
+        pytest.importorskip("xxhash", reason="checksums need xxhash, which shmsync[verify] brings")
     own, workers = linear(), 3
     made = pair(own, workers=workers, **options)
     value, have = 0, [0] * workers

@@ -93,7 +93,8 @@ def inverse(held):
 
 
 def model_output(held):
-    outputs = pytest.importorskip("transformers.modeling_outputs")
+    reason = "these outputs need transformers, which shmsync[guides] brings"
+    outputs = pytest.importorskip("transformers.modeling_outputs", reason=reason)
     return outputs.BaseModelOutput(last_hidden_state=held, hidden_states=(held,))
 
 

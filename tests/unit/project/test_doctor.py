@@ -120,7 +120,9 @@ def test_numa_containers_and_gpus(tmp_path):
         assert (found.level, bool(found.cure)) == (Level.NOTE, True)
 
 
-@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="there it asks CUDA whether arenas can lie on the device")
+@pytest.mark.skipif(
+    Path("/dev/nvidia0").exists(), reason="on a machine with a GPU doctor asks CUDA whether arenas can lie on it"
+)
 def test_it_imports_nothing_of_cuda():
     program = (
         "import sys; from shmsync import cli; before = set(sys.modules); cli.main(['doctor']); "

@@ -85,7 +85,7 @@ def test_an_entry_for_a_class_that_is_gone_would_be_noticed():
 
 def test_each_anchor_is_in_the_page_as_the_site_makes_it():
     pytest.importorskip("material", reason="the site needs mkdocs-material, which shmsync[docs] brings")
-    markdown = pytest.importorskip("markdown")
+    markdown = pytest.importorskip("markdown", reason="the site needs markdown, which shmsync[docs] brings")
     from mkdocs.config import load_config
 
     os.environ.setdefault("NO_MKDOCS_2_WARNING", "1")

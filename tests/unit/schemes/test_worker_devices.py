@@ -141,7 +141,7 @@ def test_a_list_of_the_wrong_length_is_refused_before_anything_is_made(two, sche
 )
 def test_a_device_where_no_weights_can_lie_is_refused(two, scheme, given, error, words):
     if given == ["cuda:0"] and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
+        pytest.skip("with a GPU, weights can lie on cuda")
     with pytest.raises(error, match=words):
         scheme(device=given)
 

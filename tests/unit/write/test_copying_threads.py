@@ -16,6 +16,7 @@ from support.processes import until
 
 LARGE = 20 << 20  # bytes; from 3 MiB on helpers are started
 SEVERAL = len(os.sched_getaffinity(0)) > 1
+needs_two_processors = pytest.mark.skipif(not SEVERAL, reason="needs two processors, and may use one")
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_helpers_are_started_only_where_torch_may_use_several_threads(publisher,
     assert bool(helpers()) is (count > 1 and SEVERAL)
 
 
-@pytest.mark.skipif(not SEVERAL, reason="needs two processors, and may use one")
+@needs_two_processors
 def test_a_helper_stays_for_a_while_and_goes(publisher, threads):
     threads(4)
     source = {"w": torch.zeros(LARGE // 4)}
@@ -66,7 +67,7 @@ def test_a_helper_stays_for_a_while_and_goes(publisher, threads):
     publish_until_helped(pub, source)
 
 
-@pytest.mark.skipif(not SEVERAL, reason="needs two processors, and may use one")
+@needs_two_processors
 def test_signals_are_for_the_threads_of_the_program(publisher, threads):
     threads(2)
     source = {"w": torch.zeros(LARGE // 4)}
@@ -79,7 +80,7 @@ def test_signals_are_for_the_threads_of_the_program(publisher, threads):
     assert not blocked >> (signal.SIGSEGV - 1) & 1  # a write into read-only weights ends the process with its line
 
 
-@pytest.mark.skipif(not SEVERAL, reason="needs two processors, and may use one")
+@needs_two_processors
 def test_a_helper_stays_out_of_the_way_of_its_caller(publisher, threads):
     """Both would have one processor: then the caller copies, and the helper ends up on no other one."""
     threads(2)
@@ -123,7 +124,7 @@ print("there", flush=True)
 """
 
 
-@pytest.mark.skipif(not SEVERAL, reason="needs two processors, and may use one")
+@needs_two_processors
 @pytest.mark.parametrize("helper", ["asleep", pytest.param("working", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("end", "status"),
