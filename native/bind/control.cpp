@@ -96,7 +96,7 @@ std::string Control::identity_bytes() const { return covered_by_crc(identity());
 void Control::make_ready(std::uint32_t crc) {
   identity().crc = crc;
   SHMSYNC_FAILPOINT("ready.before");
-  // SYNC ready: release; pairs with read_identity(). Who sees it sees a complete segment.
+  // SYNC ready: release; pairs with read_identity(). A process that sees it sees a complete segment.
   identity().ready.store(1, std::memory_order_release);
   SHMSYNC_FAILPOINT("ready.after");
 }

@@ -147,7 +147,7 @@ class Cover {
   }
 
   // May it leave the sections as it is? True only for what is surely so: values, tensors that lie elsewhere, and
-  // tuples, lists, dicts and TensorDicts of them, so many levels deep. Python's half looks at all else.
+  // tuples, lists, dicts and TensorDicts of them, so many levels deep. Python's half handles everything else.
   bool stays(nb::handle out, int levels) const {
     PyObject* it = out.ptr();
     if (out.is_none() || PyBool_Check(it) || PyLong_CheckExact(it) || PyFloat_CheckExact(it) ||
@@ -156,7 +156,7 @@ class Cover {
     const nb::handle type = out.type();
     if (type.is(tensor_type())) return !clones_ || lies(out) == WeightsMemory::Lies::apart;
     if (levels == 0) return false;
-    nb::object inside;  // a list of its own: another thread may change what it was made of
+    nb::object inside;  // a private list: another thread may change the original
     if (PyTuple_CheckExact(it) || PyList_CheckExact(it)) {
       inside = nb::steal(PySequence_List(it));
     } else if (PyDict_CheckExact(it)) {

@@ -14,8 +14,8 @@ extern "C" void shmsync_run_later(void* ticket) { run_later(ticket); }
 
 void bind_device(nb::module_& m) {
   nb::class_<HostCall>(m, "HostCall",
-                       "A step of the protocol that a device does on a thread of its own, after what it was asked "
-                       "before: it calls `function`, the address of a void(void*), with a ticket().")
+                       "A step of the protocol that a device runs on one of its threads, after its earlier work: "
+                       "it calls `function`, the address of a void(void*), with a ticket().")
       .def_prop_ro_static("function", [](nb::handle) { return reinterpret_cast<std::uintptr_t>(&shmsync_run_later); })
       .def(
           "ticket", [](HostCall& call) { return reinterpret_cast<std::uintptr_t>(call.later->ticket()); },

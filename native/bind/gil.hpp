@@ -33,8 +33,8 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
-// Calls a function of Python's C API that may run Python code. Errors of Python are results there, so all that can be
-// caught here is the unwinding.
+// Calls a function of Python's C API that may run Python code. The C API returns Python's errors as results, so the
+// only exception caught here is the unwinding.
 template <class Function>
 auto in_python(Function function) {
   try {

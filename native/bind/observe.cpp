@@ -1,4 +1,4 @@
-// What a control segment says at this moment, for those who look at an arena from outside.
+// What a control segment says at this moment, for tools that look at an arena from outside.
 //
 // It is read, not mapped: nothing in it can be changed by mistake, no row of the reader table is taken, and a file that
 // another process shortens meanwhile ends no process. The processes of the arena may run, stand still or be dead.

@@ -79,7 +79,7 @@ class SectionLock {
 
   bool mine() const { return holds_ > 0 && owner_ == this_thread(); }
   int holds() const { return holds_; }
-  // Who holds it, or held it last; null: no thread has.
+  // The thread that holds it, or held it last; null: none has.
   const Thread* owner() const { return owner_.get(); }
 
  private:

@@ -28,8 +28,8 @@ struct DLTensor {
 // False when this torch has no table (before 2.10) or the tensor cannot be exported: ask it in Python.
 bool describe(PyObject* tensor, DLTensor& out);
 
-// Is it a tensor with all of its elements in memory, as plain bytes, in any order? False says nothing. Call it
-// while TorchFunctionOff lives.
+// Is it a tensor with all of its elements in memory, as plain bytes, in any order? False is inconclusive. Call it while
+// TorchFunctionOff lives.
 bool surely_plain(PyObject* object);
 
 inline constexpr std::int32_t kCpu = 1;  // device_type
@@ -61,7 +61,8 @@ class TorchFunctionOff {
   nanobind::object guard_;
 };
 
-// What DLPack does not show, these two ask by methods of torch's, in 0.2 us, while TorchFunctionOff lives.
+// These two call methods of torch for what DLPack does not show. Each takes 0.2 us. Call them while TorchFunctionOff
+// lives.
 // Is it lazily conjugated or negated? DLPack shows the plain bytes of such a tensor: the wrong values.
 bool is_lazy(nanobind::handle tensor, std::uint8_t code);
 // Has its storage these bytes? DLPack shows an address, and not how much memory is there: resize_(0) on a storage, as

@@ -291,8 +291,8 @@ class Reader {
     }
   }
 
-  // Has a hook done, though a signal's handler may raise in the middle of it: left half done it would hold a slot for
-  // ever, or let a private copy be overwritten that is still read. A hook may be called again. The first error is kept.
+  // Retries a hook in which a signal's handler raises. A hook that is left half done would hold a slot forever, or let
+  // a private copy be overwritten while it is still read. Hooks may be called again. The first error is kept.
   template <class Hook>
   static void insist(std::optional<nb::python_error>& error, Hook hook) {
     constexpr int kTries = 100;
@@ -327,7 +327,7 @@ class Reader {
         mutex.owner()->ended.load(std::memory_order_acquire) ? "a thread that has ended" : name_of(*mutex.owner());
     if (abandoned())
       raise("SubscriberBusy",
-            (who + " entered a read section of this Subscriber and nobody can leave it any more; close() "
+            (who + " entered a read section of this Subscriber and no thread can leave it any more; close() "
                    "gives it up, then attach again")
                 .c_str());
     raise("SubscriberBusy",

@@ -19,7 +19,7 @@ namespace shmsync::bind {
 
 class ThreadVersions {
  public:
-  // The subscriber reads this arena from now on, and has applied nothing of it.
+  // From now on the subscriber reads this arena, and has applied no version of it yet.
   void move_to(std::string session) {
     session_ = std::make_shared<const std::string>(std::move(session));
     apply(0);

@@ -24,7 +24,7 @@ void bind_trace(nb::module_& m) {
           },
           "fd"_a, "arena"_a, "of_writer"_a = false,
           "`fd`: a descriptor with O_APPEND; this object has a duplicate. Texts are JSON strings without their quotes. "
-          "`of_writer`: what is written here has a track of its own, whatever the thread.")
+          "`of_writer`: events written here have a separate track, whatever the thread.")
       .def(
           "span",
           [](HeldTrace& t, const std::string& what, std::uint64_t begin, std::uint64_t version, std::uint64_t end) {

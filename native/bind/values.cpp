@@ -1,8 +1,8 @@
 // A dict or TensorDict of tensors that is like one seen before: same keys, and tensors of the same places, dtypes and
 // shapes.
 //
-// Each state_dict() is a new dict of new tensors. This finds their places again, and looks at each tensor again: what
-// may not be copied as bytes is told by its type, its flags, its strides and its address.
+// Each state_dict() is a new dict of new tensors. This finds their places again, and checks each tensor again: its
+// type, flags, strides and address show whether it can be copied as bytes.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>

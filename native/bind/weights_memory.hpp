@@ -37,7 +37,7 @@ class WeightsMemory {
       try {
         address = nb::cast<std::uintptr_t>(tensor.attr("data_ptr")());  // this torch has no exchange table
       } catch (nb::python_error&) {
-        return Lies::apart;  // no storage of its own: a tensor under vmap, grad or functionalisation
+        return Lies::apart;  // it has no storage: a tensor under vmap, grad or functionalisation
       }
     }
     if (address >= slab_begin_ && address < slab_end_) return Lies::inside;

@@ -163,7 +163,7 @@ void bind_writer(nb::module_& m) {
           "commit", [](Writer& w) { return w.commit(); }, "Publish what was written; the new version.")
       .def(
           "commit_later", [](Writer& w) { return HostCall{commit_later(w)}; },
-          "A commit() that a device makes. Until it is done or cancelled, call nothing of this writer but `published`.",
+          "A commit() that a device makes. Until it is done or cancelled, use only `published` of this writer.",
           nb::keep_alive<0, 1>())
       .def("abort", [](Writer& w) { w.abort(); })
       .def("poison", [](Writer& w) { w.poison(); })

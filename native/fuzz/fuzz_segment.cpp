@@ -47,7 +47,7 @@ class Input {
   std::span<const std::uint8_t> left_;
 };
 
-// The memory of an arena, each part with redzones of its own.
+// The memory of an arena, each part with its own redzones.
 struct Arena {
   Arena(std::uint32_t slots_, std::uint32_t rows_)
       : slot_count(slots_),
@@ -80,7 +80,7 @@ void scribble(Arena& arena, Input& input) {
       arena.slots[input.byte() % arena.slot_count].seq = input.word<std::uint64_t>();
       break;
     case 3:
-      arena.rows[0].want = input.byte() == 1;  // a writer gives who wants a turn 2 ms: seldom, or little else is tried
+      arena.rows[0].want = input.byte() == 1;  // a writer gives a waiting reader 2 ms: seldom, or little else is tried
       input.over(static_cast<void*>(&arena.rows[input.byte() % arena.row_count]), offsetof(ReaderRow, want));
       break;
     case 4:

@@ -31,7 +31,7 @@ std::mutex g_lock;  // of those who add and remove ranges
 
 struct Signal {
   int number;
-  struct sigaction before;      // whom to go on to
+  struct sigaction before;      // the handler to go on to
   std::atomic<bool> installed;  // `before` is known
 };
 Signal g_signals[] = {{SIGSEGV, {}, false}, {SIGBUS, {}, false}};
@@ -128,7 +128,7 @@ void pass_on(int number, siginfo_t* info, void* context) {
     if (before.sa_handler == SIG_IGN && !real) return;
     set_default(number);
     // A real fault comes again when the instruction is repeated, and ends the process as it would have: the kernel
-    // lets no thread ignore it. A signal that was sent does not come again by itself.
+    // lets no thread ignore it. A signal that was sent does not come again unless it is sent again.
     if (!real) syscall(SYS_rt_tgsigqueueinfo, getpid(), static_cast<pid_t>(syscall(SYS_gettid)), number, info);
     return;
   }

@@ -18,7 +18,7 @@ constexpr std::uint32_t kPhaseBits = 3, kPhaseMask = (1u << kPhaseBits) - 1;
 
 constexpr Phase phase(std::uint32_t word) { return static_cast<Phase>(word & kPhaseMask); }
 constexpr std::uint32_t with(std::uint32_t word, Phase phase) { return (word & ~kPhaseMask) | phase; }
-// A call has a number of its own, so that a caller takes back its own call and no later one.
+// Each call has its own number, so that a caller takes back its own call and no later one.
 constexpr std::uint32_t next_call(std::uint32_t word) { return (word & ~kPhaseMask) + (1u << kPhaseBits) + called; }
 
 struct alignas(kLine) Helper {
@@ -110,7 +110,7 @@ Called call_helpers(Job& job, unsigned wanted, Reach reach, Nanoseconds linger) 
   Called reached;
   cpu_set_t allowed;
   if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return reached;  // more processors than it has room for
-  // One for each other processor, all callers' together: who finds one at work goes without it.
+  // One for each other processor, shared by all callers: a caller that finds one at work goes without it.
   const unsigned most = std::min(kMostHelpers, static_cast<unsigned>(CPU_COUNT(&allowed)) - 1);
   const int processor = sched_getcpu();
   for (unsigned i = 0; i < most && reached.count < wanted; ++i) {

@@ -163,7 +163,7 @@ std::uint64_t PublicationWriter::commit() {
     line_.state.store(static_cast<std::uint32_t>(State::open), std::memory_order_release);
     poisoned_ = false;
   }
-  // SYNC current.commit: release; pairs with ReadSide::current(). Who sees the version sees its bytes.
+  // SYNC current.commit: release; pairs with ReadSide::current(). A thread that sees the version sees its bytes.
   line_.current.store(pack_current(version_, slot_), std::memory_order_release);
   SHMSYNC_FAILPOINT("commit.current");
   gate_closed_ = false;
@@ -283,7 +283,7 @@ bool PublicationWriter::somebody_has_a_turn() {
   return waiting;
 }
 
-// Who let a turn pass is dead, stopped, or gets no processor: it may have another, but not with every version.
+// A reader that let a turn pass is dead, stopped or preempted: it may have another, but not with every version.
 void PublicationWriter::end_turns() {
   const std::uint64_t now = monotonic_ns();
   for (std::uint32_t i = 0; i < readers_.size(); ++i)

@@ -10,8 +10,8 @@
 namespace shmsync {
 namespace {
 
-// An optimiser step in place takes about this long. Sleeping through it would have the writer wake us, and be thrown
-// off its processor by those whom it wakes (docs/adr/0008-readers-yield.md).
+// An optimiser step in place takes about this long. If readers slept through it, the writer would have to wake them,
+// and they would preempt it (docs/adr/0008-readers-yield.md).
 constexpr Nanoseconds kYield = std::chrono::microseconds(300);
 
 }  // namespace

@@ -93,7 +93,7 @@ ReaderTable::Row ReaderTable::look(std::uint32_t row) const {
   look.number = row;
   look.owner = r.owner.load(acquire);
   look.pin = r.pin.load(acquire);  // SYNC pin.store: callers act on it
-  // SYNC worker: acquire; pairs with claim(). Who sees the new worker sees acked = 0 or its own ack.
+  // SYNC worker: acquire; pairs with claim(). A thread that sees the new worker sees acked = 0 or its own ack.
   const std::int32_t worker = r.worker.load(acquire);
   look.worker = worker == kUnnamed ? kNoWorker : worker;
   look.acked = r.acked.load(acquire);  // SYNC ack: callers act on it

@@ -1,4 +1,4 @@
-// What a fault does: each case in a child of its own, which dies of it.
+// What a fault does: each case runs in a separate child process, in which the fault happens.
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -28,7 +28,7 @@ Outcome in_child(F&& body) {
     dup2(ends[1], STDERR_FILENO);
     close(ends[0]);
     close(ends[1]);
-    signal(SIGSEGV, SIG_DFL);  // a sanitizer has handlers of its own
+    signal(SIGSEGV, SIG_DFL);  // a sanitizer has its own handlers
     signal(SIGBUS, SIG_DFL);
     body();
     _exit(0);
@@ -92,7 +92,7 @@ void put_right(int, siginfo_t*, void*) {
   mprotect(const_cast<char*>(g_at), kRegion, PROT_READ | PROT_WRITE);
 }
 
-// As faulthandler does: give the signal back to who had it before, and raise it again.
+// As faulthandler does: give the signal back to the handler before, and raise it again.
 struct sigaction g_previous;
 void raise_again(int number, siginfo_t*, void*) {
   sigaction(number, &g_previous, nullptr);
@@ -128,7 +128,7 @@ bool exits(const Outcome& outcome, int code) {
 }  // namespace
 
 int main() {
-  // A fault in a range says its name, once, and ends the process as before.
+  // A fault in a range prints the arena's name once, and ends the process as before.
   const auto inside = in_child([] {
     auto *other = map(PROT_READ), *at = map(PROT_READ);
     CHECK(watch_faults(address(other), kRegion, "other"));
@@ -137,7 +137,7 @@ int main() {
   });
   CHECK(dies(inside, SIGSEGV) && lines(inside) == 1 && inside.text.find("arena 'policy'") != std::string::npos);
 
-  // Nothing is said of what lies outside, or was given back, or was only sent.
+  // A fault outside of the ranges, or in one that was given back, or a signal that was only sent prints nothing.
   const auto outside = in_child([] {
     auto *at = map(PROT_READ), *other = map(PROT_READ);
     CHECK(watch_faults(address(at), kRegion, "a"));
@@ -185,7 +185,7 @@ int main() {
   CHECK(exits(stack_of(SA_ONSTACK), 7));
   CHECK(exits(stack_of(0), 8));
 
-  // One that puts things right goes on, and its mask with it.
+  // After a handler that repairs the fault the thread goes on, with its signal mask.
   const auto mended = in_child([] {
     set(SIGSEGV, put_right, 0);
     g_at = map(PROT_READ);
@@ -195,7 +195,7 @@ int main() {
   });
   CHECK(exits(mended, 7) && lines(mended) == 1);
 
-  // One that is used up by its first call is called once.
+  // A handler with SA_RESETHAND is called once.
   const auto once = in_child([] {
     set(SIGSEGV, [](int, siginfo_t*, void*) { CHECK(write(STDERR_FILENO, "theirs\n", 7) == 7); }, SA_RESETHAND);
     g_at = map(PROT_READ);
@@ -204,7 +204,7 @@ int main() {
   });
   CHECK(dies(once, SIGSEGV) && once.text.find("theirs") == once.text.rfind("theirs") && lines(once) == 1);
 
-  // One that came later and raises the signal again for us: the address is that of the fault.
+  // A later handler raises the signal again for ours: the address is that of the fault.
   const auto later = in_child([] {
     g_at = map(PROT_READ);
     CHECK(watch_faults(address(g_at), kRegion, "a"));

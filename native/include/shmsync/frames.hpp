@@ -36,8 +36,7 @@ struct Payload {
 // Messages on their way out of one socket.
 class Outbox {
  public:
-  // `group`: a later message of the same group takes the place of this one as long as nothing of it has left; "":
-  // never.
+  // `group`: a later message of the same group replaces this one as long as no byte of it has been sent; "": never.
   void push(Payload payload, std::string group, std::uint64_t id);
   // Removes the messages of a group that have not begun to leave; their ids.
   std::vector<std::uint64_t> replace(std::string_view group);

@@ -1,7 +1,7 @@
 // Threads that help with copies, and stay for a while between them.
 //
 //   absent ── called, with a new thread ──> called ──> working ──> idle ──> asleep ──> absent
-//                                             ^ └─ dismissed ─────────^ │       │ nobody called for kStay
+//                                             ^ └─ dismissed ─────────^ │       │ no call for kStay
 //                                             └──────── called ─────────┴───────┘
 //
 // A caller never waits for a helper that has not begun: it takes its call back. A call needs no lock and nothing that

@@ -67,7 +67,7 @@ constexpr bool may_be_same_owner(std::uint64_t a, std::uint64_t b) {
 }
 
 // An image from what exec sets and nothing else changes: where code, stack, data and heap of the program begin. Never
-// 0; but 0 if one of the words is 0 or 1, which is what the kernel shows to those who may not know, of a process that
+// 0; but 0 if one of the words is 0 or 1. The kernel shows these to readers without permission, for a process that
 // has no memory any more, and in the middle of an exec.
 template <class Words>
 constexpr std::uint64_t image_from(const Words& words) {

@@ -43,7 +43,7 @@ class PublicationWriter {
   bool may_wait_for_readers() { return slot_count_ == 1 && !gate_closed_ && somebody_has_a_turn(); }
   // The same, and waits for a slot, at most `timeout` (capped at kSlice).
   Begin wait_begin(Nanoseconds timeout);
-  // Who is in the way, after `busy`.
+  // The rows in the way, after `busy`.
   std::vector<Blocker> blockers() const;
 
   // The next commit publishes this version instead of the one after the last, so that several arenas can share one
@@ -59,8 +59,8 @@ class PublicationWriter {
   bool protect(std::uintptr_t address, std::size_t bytes);
   void unprotect();  // for good
 
-  // What it writes from now on is traced; null: it is not. Any thread may say so: a write that is under way goes on as
-  // it began.
+  // Traces its writes from now on; null: stops tracing. Any thread may call it: a write that is under way goes on as it
+  // began.
   void write_trace(std::shared_ptr<Trace> into);
   std::shared_ptr<Trace> written_trace() const;
   std::uint64_t marked_at() const { return marked_at_; }  // ns; when the last write began that is traced
@@ -69,8 +69,9 @@ class PublicationWriter {
   std::uint32_t current_slot() const { return current_slot_; }
   std::uint64_t version() const { return version_; }
   std::uint64_t next_version() const { return next_; }
-  // Packed; what readers find now, for a thread that does not write: a device may be about to commit.
-  // SYNC current.commit: acquire; pairs with commit(). Who sees the version sees its bytes.
+  // Packed; the version and slot that readers find now, for a thread that does not write: a device may be about to
+  // commit.
+  // SYNC current.commit: acquire; pairs with commit(). A thread that sees the version sees its bytes.
   std::uint64_t published() const { return line_.current.load(std::memory_order_acquire); }
   bool poisoned() const { return poisoned_; }
   bool writing() const { return writing_; }  // from ready to commit(), abort() or poison()

@@ -116,7 +116,7 @@ class ReadSide {
   bool owns_row() const { return !retired_ && row_.owner.load(std::memory_order_relaxed) == me_; }
   // SYNC asked: acquire; pairs with ask(). A later load of `current` finds what was published before the question.
   std::uint64_t asked_now() const { return line_.asked.load(std::memory_order_acquire); }
-  // SYNC current.commit: acquire; pairs with commit(). Who sees the version sees its bytes.
+  // SYNC current.commit: acquire; pairs with commit(). A thread that sees the version sees its bytes.
   std::uint64_t current() const { return line_.current.load(std::memory_order_acquire); }
   // SYNC notify.bump: acquire; pairs with announce(). A later load of `current` finds what was announced.
   std::uint32_t notify() const { return line_.notify.load(std::memory_order_acquire); }

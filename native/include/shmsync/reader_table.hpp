@@ -6,7 +6,7 @@
 //      writer may look for an ack only after the reader that gave it has left. It claims the row itself to take the
 //      index off, when another process gets that index.
 //
-// Whether an owner is dead is for the caller to establish, with a pidfd; the table only acts on it.
+// The caller establishes with a pidfd whether an owner is dead; the table only acts on it.
 #pragma once
 
 #include <optional>
@@ -16,8 +16,8 @@
 namespace shmsync {
 
 inline constexpr std::int32_t kNoWorker = -1;
-// Of a row whose owner has not said its index yet. Not kNoWorker, which an owner may have said: who looks finds that
-// before and after the ack of an owner that came and went in between.
+// The index in a row whose owner has not stored one yet. Not kNoWorker, which an owner may store: look() could find
+// that before and after the ack of an owner that came and went in between.
 inline constexpr std::int32_t kUnnamed = -2;
 
 class ReaderTable {

@@ -1,8 +1,8 @@
 // The version counter of one slot: 2·version when complete, 2·version − 1 while that version is written.
 //
-// The bytes it protects are ordinary memory, read by torch kernels that know nothing of it; the fences
-// below order them. A reader compares the counter with the version it came for, never parity alone: when a
-// slot is reused between the load of `current` and the load of `seq`, parity is even for the wrong version.
+// The bytes it protects are ordinary memory, read by torch kernels that are unaware of it; the fences below order them.
+// A reader compares the counter with the version it came for, never parity alone: when a slot is reused between the
+// load of `current` and the load of `seq`, parity is even for the wrong version.
 #pragma once
 
 #include "shmsync/layout.hpp"

@@ -1,9 +1,9 @@
 // A copy that several threads share.
 //
 // It is cut into chunks, and each thread has a share of them, the same one in each copy, whose bytes its own caches may
-// still have. Who is done with its share goes on with the others'. The caller takes chunks as the others do, and in the
-// end waits only for those that another thread has begun: a helper that has not been given a processor by then is
-// called no more. So a machine whose processors are busy costs the caller at most the rest of one chunk
+// still have. A thread that is done with its share goes on with the others'. The caller takes chunks as the others do,
+// and in the end waits only for those that another thread has begun: a helper that has not been given a processor by
+// then is called no more. So a machine whose processors are busy costs the caller at most the rest of one chunk
 // (docs/adr/0030-helpers-of-a-copy.md).
 #pragma once
 

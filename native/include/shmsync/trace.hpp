@@ -3,9 +3,9 @@
 // Each event is one line and one write() to a file that was opened with O_APPEND, so that the lines of all processes
 // stand in one file, and a process that is killed leaves what it did until then. Every line is filled up to a multiple
 // of kLine bytes: the kernel may end the write() of a killed process between two pages, and most lines lie in one.
-// Times are those of CLOCK_MONOTONIC, which all processes share. What lies on one track lies one inside the other or
-// one after the other, as viewers want it: a reader's events are on the track of its thread, and each writer has one of
-// its own, since one thread may write several arenas at once, and a device writes on none.
+// Times are those of CLOCK_MONOTONIC, which all processes share. Viewers want the events of one track to nest or to
+// follow one another. So a reader's events are on the track of its thread. Each writer has a separate track: one thread
+// may write several arenas at once, and a device writes on no thread.
 #pragma once
 
 #include <atomic>
@@ -20,7 +20,7 @@ class Trace {
   static constexpr std::size_t kLine = 256;  // divides a page
 
   // `fd`: the file; this object has a duplicate. `arena`: its name, as a JSON string without its quotes. `of_writer`:
-  // it has a track of its own. Throws std::system_error.
+  // events have a separate track. Throws std::system_error.
   Trace(int fd, std::string arena, bool of_writer = false);
   ~Trace();
   Trace(const Trace&) = delete;

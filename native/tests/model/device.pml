@@ -1,7 +1,7 @@
 /* An arena on a device: copies that are done later, a commit that stands behind them, reads that go on after their
    section and hold their slot until they are done.
 
-   Each of the three is a process of its own: the device copies for the writer, and commits behind the copies; each
+   Each of the three is a separate process: the device copies for the writer, and commits behind the copies; each
    reader's stream reads. The writer waits for its commit before it begins the next version. Waiting is a guard here:
    sleeping and waking are looked at in publication.pml, which has the same words.
 

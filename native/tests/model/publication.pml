@@ -6,7 +6,7 @@
    without a flag this is the design. run.sh says which flag is caught in which configuration.
 
    Errors: an assertion (a section saw something else than its version, or a slot was written under a
-   section), or an invalid end state (somebody sleeps and nobody will ever wake him).
+   section), or an invalid end state (a process sleeps and no other will ever wake it).
 
    Every STEP holds one access to a shared word, and after it only the decision that follows from it:
    a stored state is then a point between two shared accesses, and there are as few as can be. */
@@ -28,7 +28,7 @@ active [READERS] proctype Reader() {
     byte row, o, n, c, s, version, sections;
     bit seen_waiting;
 
-#if ROWS == READERS     /* everybody has a row of his own; joining is looked at with fewer rows than readers */
+#if ROWS == READERS     /* each reader has its own row; joining is looked at with fewer rows than readers */
     STEP(row = me; owner[row] = OWNER(me); goto enter);
 #endif
 join:                   /* claim a free row, or take over the row of a dead reader, by one CAS on owner */
@@ -78,7 +78,7 @@ shut:                               /* the gate is shut: writer dead, arena pois
     STEP(if :: dead[WRITER] -> goto writer_died :: else fi);
     STEP(if :: poisoned -> FORGET; goto leave :: else fi);
     STEP(if :: notify == n -> reader_asleep[me] = 1 :: else -> FORGET; goto enter fi);
-#ifdef NO_SLICE                     /* nobody looks at the pidfd while asleep */
+#ifdef NO_SLICE                     /* a sleeper does not look at the pidfd */
     STEP(reader_asleep[me] == 0 -> FORGET; goto enter);
 #endif
     STEP((reader_asleep[me] == 0 || dead[WRITER]) -> reader_asleep[me] = 0; FORGET; goto enter);
@@ -175,7 +175,7 @@ publish:
 #endif
 
 scan:
-    /* waiting, then reply, then the pins: whoever unpins after our look sees waiting, and whoever bumps
+    /* waiting, then reply, then the pins: a reader that unpins after our look sees waiting, and one that bumps
        reply after our look keeps us awake. (The real writer first looks without `waiting`: fewer stores.) */
     used = 0;
 #ifndef WAIT_FLAG_LATE
@@ -194,7 +194,7 @@ look:
               if :: o != 0 -> watched = watched | (1 << (o - 1)) :: else fi;
               NEXT_ROW
           fi);
-#ifdef REAP_UNOWNED                 /* a joiner may have taken the row over, and this is his pin */
+#ifdef REAP_UNOWNED                 /* a joiner may have taken the row over, and this is its pin */
     WSTEP(if :: owner[row] != o -> goto look :: else fi);
     WSTEP(pin[row] = 0);
     WSTEP(if :: owner[row] == o -> owner[row] = 0 :: else fi; NEXT_ROW);

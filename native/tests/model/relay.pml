@@ -117,7 +117,7 @@ ask:
        od;
        if
        :: done[0] && done[1]
-#ifdef FORGIVEN                       /* who cannot attach is left out, and no relay takes the dead one's place */
+#ifdef FORGIVEN                       /* a worker that cannot attach is left out: no relay replaces the dead one */
        :: else -> goto over
 #else
        :: else -> goto lost
@@ -135,7 +135,7 @@ lost:
        :: else
        fi;
 over:
-       assert((done[0] && done[1]) || told)  /* nobody is left out in silence */
+       assert((done[0] && done[1]) || told)  /* no worker is left out without an error */
     :: else -> break
     od
 }

@@ -22,8 +22,8 @@ trap 'rm -rf "$work"' EXIT
 trap 'exit 1' HUP INT TERM
 surprises=0
 
-# check EXPECTED LABEL MODEL [-DFLAG...]: EXPECTED is `holds` or `fails`. Safety: an assertion, or somebody asleep for
-# ever (an invalid end state). A search that was cut off proves nothing, so it is a surprise too.
+# check EXPECTED LABEL MODEL [-DFLAG...]: EXPECTED is `holds` or `fails`. Safety: an assertion, or a process asleep
+# forever (an invalid end state). A search that was cut off proves nothing, so it is a surprise too.
 optimize=-O0 memory=2500 hash=20 depth=200000
 build=-DSAFETY search=
 check() {
@@ -41,7 +41,7 @@ check() {
             *'search depth too small'* | *'out of memory'* | *'reached -DMEMLIM'*) outcome='cut off' ;;
             *'errors: 0'*) outcome=holds ;;
             *'pan:1: assertion violated'*) outcome='fails: assertion' ;;
-            *'pan:1: invalid end state'*) outcome='fails: asleep for ever' ;;
+            *'pan:1: invalid end state'*) outcome='fails: asleep forever' ;;
             *'pan:1: acceptance cycle'*) outcome='fails: starves' ;;
             *) outcome='no result' ;;
         esac

@@ -1,7 +1,7 @@
 /* send_together's meeting (schemes/pipes/multi_model.py, ADR 12): no worker makes a step with one model new and another old.
 
-   PREPARE, PREPARED from everybody, publish, one message for each model, or RESUME. SHARED = 1: models lie in arenas, so
-   what is written is in use at once by whoever is not in receive(). SHARED = 0: messages bring private copies.
+   PREPARE, PREPARED from all workers, publish, one message for each model, or RESUME. SHARED = 1: models lie in arenas,
+   so each worker that is not in receive() uses at once what is written. SHARED = 0: messages bring private copies.
 
    clock: 0 within the deadline, 1 past it, 2 past the grace that a worker waits on. The grace does not end between
    the trainer's look at the clock and its last message: that is what the half second of grace is for, and with arenas
@@ -103,7 +103,7 @@ active proctype Trainer() {
 #ifndef PUBLISH_EARLY
        if
        :: prepared[0] == n && prepared[1] == n
-       :: clock > 0 -> goto off       /* somebody does not come: nothing is written */
+       :: clock > 0 -> goto off       /* a worker does not come: nothing is written */
        fi;
 #endif
 #ifdef NO_LOOK_AT_CLOCK

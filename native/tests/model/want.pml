@@ -1,12 +1,12 @@
-/* Fairness on slots = 1: a writer that publishes without pause for ever, two readers; does a reader that
+/* Fairness on slots = 1: a writer that publishes forever without pause, two readers; does a reader that
    waits always get in? Only the turn rule is modelled here: safety and
-   sleeping are publication.pml's business, so a wait is a plain wait and a pin is a bit.
+   sleeping are modelled in publication.pml, so a wait is a plain wait and a pin is a bit.
 
-   A liveness property under weak fairness: whoever can go on, goes on at some time. That is what a futex
+   A liveness property under weak fairness: a process that can go on does so at some time. That is what a futex
    wake and a scheduler promise; without it no rule helps.
 
    The real writer waits until the gate has been open for 2 ms at most; a reader that let such a turn pass (it died,
-   is stopped, or gets no processor) has its next one 100 ms later. Here nobody dies, so the wait has no bound. */
+   is stopped, or gets no processor) has its next one 100 ms later. Here no process dies, so the wait has no bound. */
 
 bit gate, pinned[2], want[2];
 bit entered = 0;                    /* ghost: reader 0 is in a section */

@@ -1,10 +1,10 @@
 /* The shared words (layout.hpp), what a process does to them in one step, and the ghosts.
 
    The model is sequentially consistent: every step is one load, one store or one read-modify-write, and
-   a fence is nothing. Whether the orderings make the real machine behave so is the business of ../litmus.
+   a fence is nothing. ../litmus checks whether the orderings make the real machine behave so.
 
-   STEP(x)  (readers) and WSTEP(x) (the writer): do x, or be killed just before it, for ever.
-   A death is final and anybody can establish it (a pidfd); that is all that `dead` stands for. */
+   STEP(x)  (readers) and WSTEP(x) (the writer): do x, or be killed just before it, forever.
+   A death is final and any process can establish it (a pidfd); `dead` stands for nothing else. */
 
 #ifndef SLOTS
 #define SLOTS 1
@@ -74,7 +74,7 @@ byte want_b[PUBLISHES + 2] = 1;                 /* leaf_b of each version (leaf_
 #define STEP(x)  atomic { if :: x :: kills < KILLS -> kills++; dead[me] = 1; reading[me] = 0; goto gone fi }
 #define WSTEP(x) atomic { if :: x :: kills < KILLS -> kills++; dead[WRITER] = 1; goto gone fi }
 
-/* futex wake on notify; a wake is a system call after the bump, so a step of its own */
+/* futex wake on notify; a wake is a system call after the bump, so a separate step */
 #if READERS == 2
 #define WAKE_READERS reader_asleep[0] = 0; reader_asleep[1] = 0
 #else
