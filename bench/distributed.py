@@ -6,16 +6,16 @@
     python bench/distributed.py --out DIR             where distributed.json and .md go (default ./bench-results)
 
 In each cell of a table shmsync's scheme, the same by node (fan_out="node"), TorchRL's scheme for the same engine and
-the engine's bare means take turns, in the same processes, with the same module. In every worker each has a module of
-its own, which has the weights when a send returns: copied into it, or bound to it. Checksums in every worker prove that
+the engine's bare means take turns, in the same processes, with the same module. In every worker each has its own
+module, which has the weights when a send returns: copied into it, or bound to it. Checksums in every worker prove that
 before anything is printed. Each process has one thread to compute. Only the ratios mean anything.
 
 With one node all workers are beside the trainer. With two they are all on the other one. For Ray that is a second node
-of a cluster in this machine, with a store of its own. For RPC and torch.distributed it is a name that is given to the
+of a cluster in this machine, with its own store. For RPC and torch.distributed it is a name that is given to the
 workers: a relay among them makes their arena, and everything goes over loopback. So the network costs nothing here: the
 fewer copies cross it, the more a real one would favour.
 
-The engine ray-zero-copy is Ray with RAY_ENABLE_ZERO_COPY_TORCH_TENSORS=1 for all who take turns.
+The engine ray-zero-copy is Ray with RAY_ENABLE_ZERO_COPY_TORCH_TENSORS=1 for all contestants.
 """
 
 from __future__ import annotations

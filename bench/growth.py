@@ -105,12 +105,12 @@ def model(found: dict[str, Any]) -> str:
     return f"{found['fixed'] * 1e6:.1f} µs + bytes / ({rate}) + workers x {found['for_worker'] * 1e6:.1f} µs"
 
 
-COLORS = 128  # of a plot's palette: half the bytes, and every line keeps a color of its own
+COLORS = 128  # of a plot's palette: half the bytes, and every line keeps its own color
 MARKERS = "os^Dv"
 
 
 def plots(found: dict[str, Any], out: Path) -> list[Path]:
-    """Draw the plots; each reads by itself, and is small enough to be committed."""
+    """Draw the plots; each is readable without the others, and small enough to be committed."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -6,8 +6,8 @@
     python bench/schemes.py --out DIR            where schemes.json and schemes.md go (default ./bench-results)
 
 shmsync's two schemes, TorchRL's two (the same module, workers and start method), and a raw pipe ping-pong with one
-memcpy of the bytes take turns in one run, each library with a trainer process of its own, each process with one thread
-to compute. Only the ratios mean anything.
+memcpy of the bytes take turns in one run, each library in its own trainer process, each process with one thread to
+compute. Only the ratios mean anything.
 
 "alias" means that the trainer's own parameters are the shared memory, so that nothing is copied: what TorchRL's schemes
 do on the CPU to the module that they are given, and alias=True in shmsync. Its floor is the bare ping-pong.

@@ -4,11 +4,11 @@
     make bench ARGS="--sections copy readers" some of it: machine, calls, readers, ...
     make bench ARGS=--docs                    and puts it into docs/performance.md, its headlines into README.md
     make bench ARGS="--docs --from bench-results/table.json"    the same with the figures of an earlier run
-    make bench ARGS="--seconds 120"           in another time; what does not fit is left out, and says so
+    make bench ARGS="--seconds 120"           in another time; rows that do not fit are marked as left out
 
 The machine's own speed comes first: figures move by three times between machines, ratios much less. Each section has a
-process of its own, and all contestants of a row take turns in it. A section that lacks a package is a row that says so.
-One that fails or does not end is a row that says so too, and then the exit status is 1.
+separate process, and all contestants of a row take turns in it. A section that lacks a package is a row with the
+package's name. One that fails or does not end is a row with the reason, and then the exit status is 1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GRACE = 10.0  # seconds that the last section may take beyond its part, to start
 
 
 def run(name: str, section: Section, seconds: float, patience: float) -> list[Row]:
-    """Its rows. After `patience` seconds it is ended, with all that it started."""
+    """The section's rows. After `patience` seconds it is ended, with every process that it started."""
     if absent := [package for package in section.needs if not installed(package)]:
         return [Row(section.title, trouble=f"{MISSING}: {', '.join(absent)}", section=name)]
     with environment(), tempfile.TemporaryDirectory() as folder:
@@ -55,7 +55,7 @@ def run(name: str, section: Section, seconds: float, patience: float) -> list[Ro
 
 
 def measure(names: list[str], seconds: float, patience: float | None) -> dict[str, Any]:
-    """Section after section; time that one does not need is for those after it, and the end is the end."""
+    """Run section after section. Time that one does not need is for those after it; the deadline of all is fixed."""
     began = time.monotonic()
     whole = sum(SECTIONS[name].seconds for name in names)
     end = began + seconds * whole / sum(each.seconds for each in SECTIONS.values())

@@ -165,7 +165,7 @@ def work(rank, args, handle, pipe):  # ASYNC: what is in here would be part of m
             while pipe.recv():  # the learner has the last rollout, and asks for another one
                 with sub.read() as section:  # in here the weights are those of one version: the newest at this moment
                     rollout, returns, obs = collect(agent, envs, obs, args)
-                # Arrays, not tensors: torch would put tensors into shared files of their own, one by one.
+                # Arrays, not tensors: torch would put each tensor into a separate shared file.
                 pipe.send((section.version, rollout, returns, obs))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the learner is gone
@@ -215,7 +215,7 @@ def main(args):
     agent = Agent(make_env(args.env_id))
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate)
     last, episodes, lags, global_step, update, start = deque(maxlen=50), 0, [], 0, 0, None
-    # A slot for each worker's rollout, one for the newest version and one to write: nobody waits for anybody.
+    # A slot for each worker's rollout, one for the newest version and one to write: no process waits for another.
     with shmsync.Publisher(agent, slots=args.num_workers + 2) as pub:  # ASYNC
         workers = start_workers(args, pub.handle)  # ASYNC: environments would be made here
         try:

@@ -1,6 +1,6 @@
 """Population-based training of CartPole-v1: bad learners copy good ones, and vary the learning rate.
 
-Each learner is a process with an arena of its own. The arena has the weights, and in buffers of the same version the
+Each learner is a process with its own arena. The arena has the weights, and in buffers of the same version the
 score and the learning rate. After each generation a learner that is much worse than the best one copies it. If a
 learner is killed, another one is started under its name, which copies the best one in the same way.
 

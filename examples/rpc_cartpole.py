@@ -129,7 +129,7 @@ def lead(args):
 
 def serve():
     """A worker. RPC's threads do what is called; this waits for finish(), or for the learner's death."""
-    learner = multiprocessing.parent_process()  # None under torchrun, which ends workers by itself
+    learner = multiprocessing.parent_process()  # None under torchrun, which ends the workers
     while goodbye.empty() and (learner is None or learner.is_alive()):
         time.sleep(0.1)
     return not goodbye.empty() and goodbye.get()
@@ -137,7 +137,7 @@ def serve():
 
 def run(rank, args):
     rpc.init_rpc(f"rank{rank}", rank=rank, world_size=args.workers + 1)
-    # A graceful shutdown waits for every rank, and for ever if one was killed.
+    # A graceful shutdown waits for every rank, and hangs if one was killed.
     rpc.shutdown(graceful=serve() if rank else lead(args))
 
 

@@ -2,7 +2,7 @@
 
 docs/add-a-transport.md explains it. A worker calls serve() and gives its address to the trainer, which passes all of
 them to init_on_sender(addresses=...). Connections are those of multiprocessing.connection: only processes with the same
-authkey are let in, since whoever is let in can run code there, as always with pickle.
+authkey are let in, since a process that is let in can run code there, as always with pickle.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class SocketTransport(RemoteTransport):
 
 
 class SocketRelay(HostedRelay):
-    """A relay in a worker, over a connection of its own: the worker answers each connection on its own thread."""
+    """A relay in a worker, over a separate connection: the worker answers each connection on its own thread."""
 
     def __init__(self, host: SocketTransport) -> None:
         super().__init__(host)

@@ -3,7 +3,7 @@
     python tools/gpu_probe.py                 on cuda:0
     python tools/gpu_probe.py --small --device simulated:0      over the tests' device without hardware
 
-Each fact is asked in a process of its own, with a limit in seconds: one that fails, hangs or ends its process leaves
+Each fact is asked in a separate process, with a limit in seconds: one that fails, hangs or ends its process leaves
 the others as they are. shmsync must be installed.
 """
 
@@ -45,7 +45,7 @@ class Machine:
         self.module: Any = torch.get_device_module(self.device)
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that it was asked for."""
+        """Wait until the device has done all its work."""
         self.module.synchronize()
 
     def busy(self) -> None:
@@ -279,7 +279,7 @@ FACTS: dict[str, Callable[[Machine], Any]] = {
 
 
 def asked(name: str, device: str, small: bool) -> dict[str, Any]:
-    """One fact, by a process of its own: its value, or what went wrong."""
+    """One fact, from a separate process: its value, or the error."""
     command = [sys.executable, __file__, "--device", device, "--fact", name, *(["--small"] if small else [])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)

@@ -1,4 +1,4 @@
-"""Runs the tests of unit/ and engine/ under other versions of Python and torch, each in an environment of its own.
+"""Runs the tests of unit/ and engine/ under other versions of Python and torch, each in a separate environment.
 
     python tools/matrix.py --python python3.12 python3.13 --torch 2.13.0 2.6.0 --docs docs/compatibility.md
 

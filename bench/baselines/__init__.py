@@ -1,1 +1,1 @@
-"""What a send of shmsync's schemes is compared with."""
+"""Baselines for a send of shmsync's schemes."""

@@ -1,6 +1,6 @@
 """The floor: the bytes copied once, a small message down every pipe, an answer from every pipe. Nothing else.
 
-No version, no deadline, no look at who is alive, and readers that never read while bytes are written.
+There are no versions, deadlines or liveness checks, and readers never read while bytes are written.
 """
 
 from __future__ import annotations

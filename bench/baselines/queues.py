@@ -1,7 +1,7 @@
-"""What people write without a library: the weights through a queue to each worker, which copies them into its module.
+"""A baseline without a library: the weights go through a queue to each worker, which copies them into its module.
 
-They travel as NumPy arrays. As tensors they would move into shared memory by a descriptor each, which takes 200 small
-ones to 4 workers some fifteen times as long.
+They travel as NumPy arrays. Tensors would move into shared memory by a descriptor each: 200 small ones to 4 workers
+take about fifteen times as long.
 """
 
 from __future__ import annotations

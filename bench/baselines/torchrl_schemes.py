@@ -25,7 +25,7 @@ with warnings.catch_warnings(record=True):
 
 
 def shut_down(scheme: Any) -> None:
-    """After its workers were killed."""
+    """Shut the scheme down after its workers were killed."""
     for queues in (scheme._weight_init_queues, scheme._instruction_queues, scheme._ack_queues):
         for queue in queues.values():
             queue.cancel_join_thread()  # it has no reader any more, and shutdown() would wait for one
@@ -33,7 +33,7 @@ def shut_down(scheme: Any) -> None:
 
 
 def receive(module: nn.Module, weights: dict[str, Any], scheme: Any, index: int) -> None:
-    """The scheme has a thread of its own, which applies and answers; this one sleeps."""
+    """Sleep, while the scheme's own thread applies and answers."""
     more_files()
     scheme.init_on_receiver(model=module, model_id="policy", worker_idx=index)
     scheme.connect(worker_idx=index)

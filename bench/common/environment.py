@@ -33,7 +33,7 @@ def environment() -> Iterator[None]:
 
 
 def more_files() -> None:
-    """torch shares each tensor by a descriptor of its own."""
+    """Raise the limit of open files: torch shares each tensor by a separate descriptor."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

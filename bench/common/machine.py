@@ -28,12 +28,12 @@ def busy(seconds: float = 0.3) -> float:
 
 
 def adopt_orphans() -> None:
-    """From here on processes whose parents have ended are this one's children, whatever their group is."""
+    """Make this process the parent of orphans from here on, whatever their group is."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end(process: subprocess.Popen[bytes], patience: float = 5.0) -> None:
-    """It may end what it has started by itself first; what is left then is ours, and killed."""
+    """End the process, which may end its children first; kill those that are left."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:

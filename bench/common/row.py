@@ -21,7 +21,7 @@ AIM = re.compile(r"(?P<p99>p99 )?(?P<least>>= )?(?P<more>\+ )?(?P<value>[\d.]+) 
 class Row:
     what: str
     ours: Pair | None = None
-    floor: str = ""  # what stands beside us
+    floor: str = ""  # what is beside us
     theirs: Pair | None = None
     aim: str = ""  # "1.4 x": at most 1.4 times theirs; ">= 1 x"; "0.3 us"; "+ 15 us" beyond theirs; "p99 100 ms"
     check: str = ""  # OK, or why nothing could be checked
@@ -37,13 +37,13 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """None: there is no aim that a number could meet."""
+        """Whether the row meets its aim; None: there is no aim that a number could meet."""
         found = [verdict for part in self.aim.split(", ") if (verdict := self._meets(part)) is not None]
         return all(found) if found else None
 
     @property
     def is_bad(self) -> bool:
-        """Did something go wrong that should not: a failure, or bytes that are others?"""
+        """Is the row a failure, or did it have wrong bytes?"""
         return (
             self.trouble.startswith(FAILED) or (not self.trouble and not self.check) or self.check.startswith("WRONG")
         )
@@ -88,7 +88,7 @@ def figures(pair: Pair | None, unit: str) -> str:
 
 
 def cells(row: Row) -> list[str]:
-    """Of one line: what, ours, floor or peer, ratio, aim, checked."""
+    """The cells of one line: what, ours, floor or peer, ratio, aim, checked."""
     aim = row.aim.replace(" us", " µs")
     if row.trouble:
         return [row.what, row.trouble, row.floor, "", aim, ""]
@@ -100,7 +100,7 @@ def cells(row: Row) -> list[str]:
 
 
 def line(row: Row) -> str:
-    """What is printed as soon as the row is known."""
+    """The line that is printed as soon as the row is known."""
     return "  ".join(cell for cell in cells(row) if cell)
 
 

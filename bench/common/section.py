@@ -1,4 +1,4 @@
-"""One section of the table in a process of its own; table.py starts it, with bench/ on its path.
+"""One section of the table in a separate process; table.py starts it, with bench/ on its path.
 
     python -m common.section MODULE[:FUNCTION] SECONDS STARTED RESULT.jsonl
 
@@ -26,7 +26,7 @@ def main() -> None:
     name, _, function = module.partition(":")
     rows = getattr(importlib.import_module(name), function or "rows")
     gc.collect()
-    gc.freeze()  # what the imports left is nobody's cost
+    gc.freeze()  # no row pays for objects of the imports
     with Path(result).open("a") as file:
         for row in rows(Clock(float(seconds), time.time() - float(started))):
             file.write(json.dumps(row.as_json()) + "\n")

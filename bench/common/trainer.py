@@ -20,9 +20,9 @@ class Trainer:
         self.start()
 
     def start(self) -> None:
-        """Again, after its end."""
+        """Start the process, again after its end."""
         context, target, arguments = self._made_by
-        self.trouble: str | None = None  # why it takes no part any more
+        self.trouble: str | None = None  # why it no longer takes part
         self._conn, theirs = context.Pipe()
         self._process = context.Process(target=target, args=(*arguments, theirs))
         self._process.start()
@@ -32,7 +32,7 @@ class Trainer:
         self._conn.send(command)
 
     def answer(self, patience: float | None) -> Any:
-        """To the oldest command. After TimeoutError, EOFError or RuntimeError it takes no more of them."""
+        """The answer to the oldest command. After TimeoutError, EOFError or RuntimeError it takes no more commands."""
         if not self._conn.poll(patience):
             raise TimeoutError("hung")
         state, answer = self._conn.recv()
@@ -45,7 +45,7 @@ class Trainer:
         return self._process.pid
 
     def stop(self, patience: float = 5.0) -> None:
-        """It may end by itself first, which leaves nothing behind; idempotent."""
+        """Close the pipe, at which the process ends cleanly, and kill it after `patience` seconds; idempotent."""
         self._conn.close()
         self._process.join(patience)
         self._process.kill()

@@ -1,7 +1,7 @@
 """The peers in turns: every size, then the SIGKILL of a reader. Each has a trainer process and its own environment.
 
 All of them at once would need some 15 GB, so they come in heats, each beside shmsync's publish() with one slot. The
-peers of a heat take turns, and a slow moment of the machine hits all. A peer that fails or hangs is ended with the
+peers of a heat take turns, and a slow moment of the machine hits all. A peer that fails or hangs is killed with the
 processes that it started, and takes no further part.
 """
 

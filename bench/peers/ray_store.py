@@ -1,6 +1,6 @@
 """Ray: one ray.put() for each version, and a call of each actor, whose module takes the tensors that arrive.
 
-Without RAY_ENABLE_ZERO_COPY_TORCH_TENSORS=1 these are a copy of the actor's own; with it they are views of Ray's store.
+Without RAY_ENABLE_ZERO_COPY_TORCH_TENSORS=1 these are the actor's own copy; with it they are views of Ray's store.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One cell of distributed.py, in processes of its own: an engine, a number of nodes, a number of workers.
+"""One cell of distributed.py, in separate processes: an engine, a number of nodes, a number of workers.
 
     python bench/remote/cell.py ENGINE NODES WORKERS SECONDS RESULT.json SIZE...
 
 Everything that an engine offers is in the same trainer and the same worker processes, and sends the same module in
-turns. Each has a module of its own in each worker.
+turns. Each has its own module in each worker.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def build(size: str) -> nn.Module:
 
 
 def measure(contestants: dict[str, Contestant], module: nn.Module, size: str, seconds: float) -> dict[str, Any]:
-    """Rounds in which everybody sends; who begins changes with each. The checksums come before and after."""
+    """Rounds in which each contestant sends; the first one changes with each. The checksums come before and after."""
     for _ in range(2):  # the first send makes connections and arenas
         check(contestants, module)
     samples: dict[str, list[float]] = {name: [] for name in contestants}
@@ -83,7 +83,7 @@ def measure(contestants: dict[str, Contestant], module: nn.Module, size: str, se
 
 
 def check(contestants: dict[str, Contestant], module: nn.Module) -> None:
-    """Has every worker exactly the weights of a send, whoever sends, and has the trainer still its own?"""
+    """Exit if, after a send of a contestant, a worker or the trainer has other weights than those that were sent."""
     for name, contestant in contestants.items():
         models.randomize(module)
         expected = models.digest(models.tensors(module))
@@ -98,7 +98,7 @@ def main() -> None:
     engine, nodes, workers, seconds, result, *sizes = sys.argv[1:]
     torch.set_num_threads(1)
     cell = importlib.import_module(f"remote.over_{engine}").Cell(int(nodes), int(workers))
-    gc.freeze()  # what the imports left is nobody's cost
+    gc.freeze()  # no round pays for objects of the imports
     rows = []
     try:
         for size in sizes:

@@ -50,7 +50,7 @@ BROADCASTS = {EACH: broadcast_each, FLAT: broadcast_flat}
 
 
 def store_of(name: str, size: str, store: Any) -> dist.Store:
-    """Two schemes in one process group: each has keys of its own."""
+    """The store of one of two schemes in one process group: each has its own keys."""
     return dist.PrefixStore(f"{name}, {size}", store)
 
 
@@ -59,8 +59,8 @@ def flat_like(module: nn.Module) -> torch.Tensor:
 
 
 class Worker:
-    """Answers what the trainer asks by its pipe. It receives for whoever has the turn; TorchRL's scheme has a thread of
-    its own for that, which waits for its store."""
+    """Answers the trainer's commands from its pipe. It receives for the contestant whose turn it is; TorchRL's scheme
+    has its own thread for that, which waits for its store."""
 
     def __init__(self, rank: int, workers: int, store: Any) -> None:
         join_group(rank, workers, store)

@@ -3,7 +3,7 @@
 Where RAY_ENABLE_ZERO_COPY_TORCH_TENSORS is set, tensors that this process sends arrive as views of Ray's store. Two
 bare contestants are there then: one copies the weights into its module, the other binds its module to the views.
 TorchRL's scheme is left out: it sends past the store. Ray reads the variable when it is imported, so such a cell has
-processes of its own.
+separate processes.
 """
 
 from __future__ import annotations

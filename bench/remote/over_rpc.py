@@ -76,7 +76,7 @@ class Collectors:
 
 
 def join(rank: int, workers: int, store: Any) -> Callable[[], None]:
-    """The group for TorchRL's scheme, and RPC. What a worker is asked by its pipe, it answers with nothing."""
+    """Join the group for TorchRL's scheme, and RPC. A worker answers each command of its pipe with None."""
     join_group(rank, workers, store)
     port = int(store.get("rpc").decode())
     where, patience = f"tcp://127.0.0.1:{port}", PATIENCE.total_seconds()

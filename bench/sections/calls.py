@@ -1,4 +1,4 @@
-"""What one call costs in a process of its own: sections, guards, update(), moving to a version, attaching."""
+"""The cost of one call in a separate process: sections, guards, update(), moving to a version, attaching."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """MultiprocessCollector beside Gymnasium's own loops and vector environments.
 
-Everybody steps the same environments with the same policy, on one thread, and records the same frames in tensors. They
+All loops step the same environments with the same policy, on one thread, and record the same frames in tensors. They
 take turns, a stretch of frames each. Every frame is checked: from its observation and its action the checksum computes
 again what the policy must have chosen.
 """

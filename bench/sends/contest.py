@@ -1,8 +1,8 @@
-"""A contestant: a trainer and its workers, which time their own sends when they are told to.
+"""A contestant: a trainer and its workers, which time their own sends on request.
 
-Every library has a trainer process of its own, so that nobody pays for another's threads and memory. Workers are
-stopped while others have their turn. Whoever hangs is killed with the other
-contestants of its library, and started again for the next row.
+Every library has its own trainer process, so that none pays for another's threads and memory. Workers are stopped while
+others have their turn. A contestant that hangs is killed with the others of its library, and they are started again for
+the next row.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Workers:
 
 def _work(size: str, control: Connection, receive: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # what the imports left is nobody's cost
+    gc.freeze()  # no send pays for objects of the imports
     module = models.build(size)
     weights: dict[str, Any] = {"of": lambda: models.tensors(module)}
     thread = threading.Thread(target=_received, args=(receive, module, weights, arguments), daemon=True)
@@ -148,7 +148,7 @@ class Contestant:
         self.trouble: str | None = None  # why it takes no part in the rest of a row
 
     def ask(self, command: str, *arguments: Any) -> Any:
-        """None when it is in trouble, perhaps since now."""
+        """The answer; None when the contestant is in trouble, perhaps since this command."""
         self.trouble = self.trouble or self.company.trouble
         if self.trouble is not None:
             return None

@@ -96,7 +96,7 @@ def contestants_of(names: list[str], patience: float) -> Iterator[list[Contestan
 
 
 def cell(contestants: list[Contestant], size: str, workers: int, seconds: float) -> Iterator[Row]:
-    """Everybody's sends of one size, in turns; a slow moment of the machine hits all."""
+    """The contestants' sends of one size, in turns; a slow moment of the machine hits all."""
     samples: dict[str, list[float]] = {each.name: [] for each in contestants}
     for each in contestants:
         each.open(size, workers)

@@ -39,7 +39,7 @@ SOURCE = os.environ.get("SOURCE", "")  # the arena's name, the file, or the addr
 
 
 class Shared:
-    """A bound module: new weights are there by themselves."""
+    """A bound module: it shows new weights without a load."""
 
     def __init__(self, module: nn.Module) -> None:
         self.sub = shmsync.Subscriber(SOURCE, timeout=60)
@@ -51,7 +51,7 @@ class Shared:
 
 
 class Private:
-    """Weights of its own, and their number."""
+    """A private copy of the weights, and their version."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.version = module, 0
@@ -65,7 +65,7 @@ class Private:
 
 
 class Loaded(Private):
-    """It loads the file when a signal says that there is a new one."""
+    """Loads the file when a signal announces a new one."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)

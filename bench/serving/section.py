@@ -1,8 +1,8 @@
 """Web servers whose model changes every 50 ms: real HTTP to workers of uvicorn, which get new weights in three ways.
 
-shmsync binds the arena of a publisher; the others load a file when they get a signal, or take a copy of their own from
-a pipe. Turns alternate: each way without new versions, then with them. Each answer is checked: all of its weights must
-be those of the version that it names.
+shmsync binds the arena of a publisher; the others load a file when they get a signal, or take a private copy from a
+pipe. Turns alternate: each way without new versions, then with them. Each answer is checked: all of its weights must be
+those of the version that it names.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     python bench/torchrl.py --contestants alias SharedMem --workers 2
     python bench/torchrl.py --out DIR            where torchrl.json and torchrl.md go (default ./bench-results)
 
-The contestants are schemes, each in a trainer process of its own, with the same policy, environment (CartPole-v1) and
-workers (spawned, as TorchRL does). They take turns in one run, and who has no turn is stopped. Only ratios mean
+The contestants are schemes, each in its own trainer process, with the same policy, environment (CartPole-v1) and
+workers (spawned, as TorchRL does). They take turns in one run, and are stopped between their turns. Only ratios mean
 anything.
 
 idle        update_policy_weights_() in a loop, from the call until every worker has the weights; all values change.
@@ -89,7 +89,8 @@ class Contestant(Trainer):
         super().__init__(CONTEXT, trainer.main, *CONTESTANTS[name])
 
     def ask(self, command: str, *arguments: Any) -> Any:
-        """None when it is in trouble, perhaps since now: TorchRL's schemes wait for ever for a dead worker."""
+        """The answer; None when it is in trouble, perhaps since now: TorchRL's schemes wait forever for a dead
+        worker."""
         self.tell(command, *arguments)
         return self.receive()
 
@@ -126,7 +127,7 @@ class Contestant(Trainer):
             self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
-        """To everybody in its process group, which is there from the first answer on."""
+        """Signal every process in its group, which exists from the first answer on."""
         try:
             os.killpg(self.pid, number)
         except ProcessLookupError:
@@ -134,14 +135,14 @@ class Contestant(Trainer):
 
 
 def ask_all(contestants: list[Contestant], command: str, *arguments: Any) -> dict[str, Any]:
-    """At the same time: nothing is timed here."""
+    """Ask all contestants at the same time: nothing is timed here."""
     for each in contestants:
         each.tell(command, *arguments)
     return {each.name: each.receive() for each in contestants}
 
 
 def close_all(contestants: list[Contestant]) -> None:
-    """Who is in trouble gets a new process."""
+    """Close all; a contestant in trouble gets a new process."""
     ask_all(contestants, "close")
     again = [each for each in contestants if each.trouble is not None]
     for each in again:
@@ -178,7 +179,7 @@ class Turns(NamedTuple):
 
 
 def run(case: Case, workers: int, contestants: list[Contestant], turns: Turns) -> Iterator[Row]:
-    """Everybody's turns with one policy and one kind of collector; the rows come after the checksums."""
+    """All turns with one policy and one kind of collector; the rows come after the checksums."""
     for each in contestants:
         each.turn("open", case.policy, case.collector, workers, FRAMES)
     idle, collected = {}, {}
@@ -194,7 +195,7 @@ def run(case: Case, workers: int, contestants: list[Contestant], turns: Turns) -
     for whose in turns.whose if case.collect else ():
         collected[whose] = {each.name: [] for each in contestants}
         for number in range(turns.rounds):
-            for each in contestants if number % 2 == 0 else reversed(contestants):  # nobody is always the first
+            for each in contestants if number % 2 == 0 else reversed(contestants):  # none is always the first
                 collected[whose][each.name].append(each.turn("collect", whose, turns.seconds / 4))
     answers = ask_all(contestants, "check")
     checks = {each.name: each.trouble or answers[each.name] for each in contestants}

@@ -168,7 +168,7 @@ def main(made_by: str, options: dict[str, Any], conn: Connection) -> None:
     warnings.simplefilter("ignore")
     os.setpgid(0, 0)  # it can be stopped and killed together with its workers
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # torch shares each tensor by a descriptor of its own
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # torch shares each tensor by a separate descriptor
     torch.set_num_threads(1)
     module, _, kind = made_by.partition(":")
     make = getattr(importlib.import_module(module), kind)

@@ -63,7 +63,7 @@ def on_files(files, config):
             if path not in repository and (ROOT / path).exists() and not path.startswith("docs"):
                 repository[path] = page = page_of(path)
                 made[page] = shown(path)
-                if page != f"source/{path}.md":  # a text, or a list of files: with links of its own
+                if page != f"source/{path}.md":  # a text, or a list of files: it has links
                     waiting.append((path, page))
     config.extra["repository"] = repository
     for uri, text in made.items():

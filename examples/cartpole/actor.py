@@ -72,7 +72,7 @@ def collect(reader: Reader, envs: CartPoles, rollout: Rollout, draw: np.random.G
 
 
 def act(job: Job, sub: shmsync.Subscriber) -> None:
-    """Collect and announce rollouts for ever; EOFError or OSError when the learner's end is closed."""
+    """Collect and announce rollouts until EOFError or OSError: the learner's end is closed."""
     envs = CartPoles(ENVIRONMENTS, job.seed)
     draw = np.random.default_rng(job.seed)
     reader = Reader(sub, optimistic=job.consistency == "optimistic")
@@ -80,7 +80,7 @@ def act(job: Job, sub: shmsync.Subscriber) -> None:
     while True:
         while not free or job.pipe.poll():
             while not job.pipe.poll(0.01):
-                sub.refresh()  # even an idle actor moves on and acks, so nobody waits for it
+                sub.refresh()  # even an idle actor moves on and acks, so the learner never waits for it
             free.append(job.pipe.recv())
         buffer = free.pop(0)
         # Sections nest: the forward passes in this one all see its version.

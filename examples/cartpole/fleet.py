@@ -32,7 +32,7 @@ class Actor:
 
 @dataclass(frozen=True)
 class Lost:
-    """An actor that ended by itself or was killed."""
+    """An actor that exited or was killed."""
 
     worker: int
     pid: int
