@@ -105,7 +105,7 @@ class MultiprocessCollector:
         discrete_actions: what integer actions of Discrete and MultiDiscrete spaces mean that do not start at 0:
             "index", counted from 0 as argmax does, or "value" of the space. None: whichever it can be; a space where
             one number may be both is refused.
-        envs_in_threads: make, step and close each environment of a worker in a thread of its own, so that those of a
+        envs_in_threads: make, step and close each environment of a worker in a separate thread, so that those of a
             worker step at the same time. For environments that wait: for a simulator, a network, a device.
 
     Raises:

@@ -220,7 +220,7 @@ def _let_go(taken: Taken) -> None:
 
 
 def _carriers(args: tuple[Any, ...]) -> list[Any]:
-    """What a pickler keeps of a tensor until it is done: a storage object of its own, or a Parameter's data."""
+    """What a pickler keeps of a tensor until it is done: a separate storage object, or a Parameter's data."""
     found = []
     for each in args:
         if type(each) is tuple:

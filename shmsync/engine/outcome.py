@@ -1,4 +1,4 @@
-"""What became of a version: who applied it, who did not, and the sentences that say so.
+"""What became of a version: the workers that applied it, those that did not, and the sentences of the errors.
 
 Every error about workers is composed here, whether they answer through the reader table (row_wait.py), a pipe or
 another machine.
@@ -72,7 +72,7 @@ class Wording(NamedTuple):
 
 
 class Outcome:
-    """Who did what by the deadline. Workers are named by their index, others in words."""
+    """What each process did by the deadline. Workers are named by their index, others in words."""
 
     def __init__(self, wording: Wording) -> None:
         self.done: list[Any] = []

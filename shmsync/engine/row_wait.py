@@ -94,7 +94,7 @@ class RowWait:
     def _asks(self, row: _native.Row) -> bool:
         if row.id in self._dead:
             return False
-        if self._workers is None:  # also who has taken the place of a worker that died
+        if self._workers is None:  # also a process that has replaced a dead worker
             return row.id in self._asked or row.worker in self._dead.values()
         return row.worker in self._workers
 

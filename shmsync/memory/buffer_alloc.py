@@ -1,6 +1,6 @@
 """New private memory for the leaves of an arena, and a TensorDict of it.
 
-Each leaf has a storage of its own, so that one that is kept, pickled or shared takes no others along. What must be
+Each leaf has its own storage, so that one that is kept, pickled or shared takes no others along. What must be
 known of each leaf is worked out once for an arena, so that each snapshot only makes the tensors.
 """
 

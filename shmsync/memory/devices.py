@@ -1,10 +1,10 @@
 """Devices whose memory an arena can lie in, and what it asks of them. The memory of the host needs none of this.
 
 What a device is asked for is done later: each stream does what it was given, in that order, and streams do not wait for
-each other unless follow() says so. So an arena on a device never takes a call for its result. A version is committed by
-the device itself, in a call that stands behind the copies; a slot is let go by the device, in a call that stands behind
-the reads of a section. Tensors that lie on a device are copied by torch, on the current stream; copy() is for bytes
-within the slab and from staging memory.
+each other unless follow() orders them. So an arena on a device never takes a call for its result. A version is
+committed by the device itself, in a call that stands behind the copies; a slot is let go by the device, in a call that
+stands behind the reads of a section. Tensors that lie on a device are copied by torch, on the current stream; copy() is
+for bytes within the slab and from staging memory.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ def _being_made(name: str, fd: int, status: os.stat_result, age: float) -> Arena
 
 
 def _holder_of_lock(status: os.stat_result) -> int | None:
-    """Who holds the flock of a file, as /proc/locks shows it; None when no process does, or it cannot be seen."""
+    """The process that holds the flock of a file, from /proc/locks; None when none does, or it cannot be seen."""
     place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     try:
         lines = Path("/proc/locks").read_text().splitlines()

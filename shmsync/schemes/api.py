@@ -34,8 +34,8 @@ class TransportBackend(Protocol):
     `check_ack(message="updated")`, `check_connection()`, `forget_posted()`.
 
     wait_ack() takes one answer, the oldest. After a send that was late the next one calls it once more for each answer
-    that is still to come. A transport whose answers name their message, so that wait_ack() passes over old ones by
-    itself, has forget_posted(): called before a send, it says that no call waits for earlier messages.
+    that is still to come. A transport whose answers name their message, so that wait_ack() itself passes over old ones,
+    has forget_posted(): called before a send, it says that no call waits for earlier messages.
     """
 
     def send_weights(self, model_id: str, weights: Any) -> None:
@@ -251,7 +251,7 @@ class WeightSyncScheme(ABC):
                 raise
             # The caller's own error tells more.
         finally:
-            self._over = True  # a subclass may have a shutdown() of its own
+            self._over = True  # a subclass may have its own shutdown()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_sender": None, "_receiver": None, "_depth": 0, "_over": False}

@@ -61,7 +61,7 @@ class SentSums:
     def of(self, worker: Any, model_id: str, index: int) -> Question:
         """What to ask this worker. Raises ProtocolError when nothing was sent to it."""
         if worker not in self._of:
-            raise ProtocolError(f"nothing of {model_id!r} was sent to worker {index} yet; send() first")
+            raise ProtocolError(f"no weights of {model_id!r} were sent to worker {index} yet; send() first")
         return self._of[worker]
 
 

@@ -178,7 +178,7 @@ class WeightSender(SchemeEnd):
             The version that the weights have now: it grows with every send.
 
         Raises:
-            WriterBusy: another thread was sending all that time, or this one is inside a send; nothing was sent.
+            WriterBusy: another thread was sending until the deadline, or this one is inside a send; nothing was sent.
             RuntimeError: a send_async() is pending.
             ValueError: a worker that is not registered, or no weights.
             ProtocolError: this sender was unpickled and has no workers.
@@ -235,7 +235,7 @@ class WeightSender(SchemeEnd):
             timeout: seconds for the whole call; None is the scheme's default.
 
         Returns:
-            The version, the number of leaves that each worker compared, and who has proved it.
+            The version, the number of leaves that each worker compared, and the workers that have proved it.
 
         Raises:
             NotDelivered: these workers hold something else; it names every leaf. WorkerDied, AckTimeout: these have
@@ -270,7 +270,7 @@ class WeightSender(SchemeEnd):
         return Proof(self._version, max(map(len, questions.values()), default=0), workers=tuple(sorted(transports)))
 
     def _chosen_transports(self, workers: list[int]) -> dict[int, Any]:
-        """What _iterate_transports() yields, by worker; one of its own by its position."""
+        """What _iterate_transports() yields, by worker; a transport that no index has, by its position."""
         names = {id(transport): index for index, transport in self._transports.items()}
         return {
             names.get(id(transport), position): transport

@@ -124,7 +124,7 @@ class Unacked:
     def settle(
         self, given: Leaves, done: Collection[Any], refusals: Mapping[Any, Collection[str]], never: Iterable[Any] = ()
     ) -> None:
-        """Who has confirmed the message that brought these leaves, who has refused it, and who will never answer it.
+        """Note the workers that have confirmed the message with these leaves, have refused it, or will never answer it.
 
         The same for answers that came in time and for those that came later. None is a peer that is not a worker.
         `refusals` says which leaves speak against the message, as far as they are known.
@@ -170,7 +170,7 @@ class Unacked:
         folded: list[SentPart] = []
         for position, part in enumerate(self._parts):
             newer = self._parts[position + 1 :]
-            # Who has refused a part may still have it before them in a newer message.
+            # A worker that has refused a part may still have it before it in a newer message.
             if (
                 not newer
                 or part.unanswered

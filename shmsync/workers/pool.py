@@ -75,7 +75,7 @@ class _RankProcess:
 
     def listen(self) -> None:
         """Read what it has reported."""
-        with suppress(EOFError):  # it has said all that it will
+        with suppress(EOFError):  # it has sent everything
             while not self.channel.closed and (message := self.channel.peek()) is not None:
                 word, content = message[0]
                 if word == FAILED:
@@ -130,7 +130,7 @@ class Workers:
     Without a `with`, as in a notebook, call `start()` and `close()`. Before that, calls of `pub` that would wait for
     these workers raise ProtocolError.
 
-    Waits of the workers' Subscribers have no limit of their own: the trainer's death ends them, and so does leaving.
+    Waits of the workers' Subscribers have no separate limit: the trainer's death ends them, and so does leaving.
     Worker `rank` draws other random numbers than the others: torch, random and numpy are seeded with
     `torch.initial_seed() + rank`.
 
@@ -262,7 +262,7 @@ class Workers:
         self._end(_TERMINATED)
         if late:
             _log.warning(
-                "%s had not returned in time after the trainer left: terminated. A loop of its own must end when "
+                "%s had not returned in time after the trainer left: terminated. A custom loop must end when "
                 "sub.publisher_alive is False, and must not wait for a queue that is no longer read",
                 listed(late),
             )

@@ -40,7 +40,7 @@ class WorkerSetup:
         deadline = time.monotonic() + self.options.start_timeout
         members = [self.pool.start(spec) for spec in self.specs]
         self.pool.answers(HELLO, 0, deadline, self.pool.members)
-        # Schemes that know nothing of devices bring weights to wherever a policy is.
+        # Schemes that take no devices bring weights to wherever a policy is.
         placed = not self.devices.unset and "device" in self.scheme.sender_takes
         place: dict[str, Any] = {"device": self.devices} if placed else {}
         with self.reasons():

@@ -131,8 +131,8 @@ def output(out: Mapping[Key, Any], key: Key) -> torch.Tensor:
     value = out.get(key)
     if not isinstance(value, torch.Tensor):
         raise TypeError(
-            f"the policy returned {'.'.join(map(str, key))!r} as {type(value).__name__}; all that it returns must "
-            "be tensors, and the same keys each time"
+            f"the policy returned {'.'.join(map(str, key))!r} as {type(value).__name__}; it must return only "
+            "tensors, and the same keys each time"
         )
     return value
 

@@ -178,7 +178,7 @@ class Rollout:
 def _unrolled(envs: Sequence[Any]) -> list[Any] | None:
     """The environments of these SyncVectorEnvs; None if one of them may do more in a step than to step them.
 
-    That is each other class, a derived one too, and an object with a method of its own. A worker steps these
+    That is each other class, a derived one too, and an object with its own method. A worker steps these
     environments itself, straight into its batches: a SyncVectorEnv puts their results together three times before a
     batch gets them, which takes longer than to step four CartPoles.
     """

@@ -1,4 +1,4 @@
-"""Environments that wait, each in a thread of its own, so that those of a worker wait at the same time."""
+"""Environments that wait, each in a separate thread, so that those of a worker wait at the same time."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def parts_of(
         others.update(state_tensors(optimizer))
         apart += stuck_states(optimizer, turned)
     apart += [
-        f"{a} and {b} share memory in part, and would not after adopt(): give one of them memory of its own"
+        f"{a} and {b} share memory in part, and would not after adopt(): give one of them private memory"
         for a, b in overlapping({".".join(k): t for k, t in tensors.items()} | others, {id(t) for t in placed.values()})
     ]
     if apart:

@@ -135,7 +135,7 @@ class Adoption:
         self._pending = parts
 
     def _clear_places(self, parts: Parts) -> None:
-        """Give what was at a place that is to be overwritten memory of its own: what this adoption has put there."""
+        """Give private memory to the tensors of this adoption whose places are to be overwritten."""
         if not (away := self._away(parts.placed)):
             return
         gone = [each for _, ref in self._watch.orphans if (each := ref()) is not None]

@@ -302,7 +302,7 @@ def taken_over(module: nn.Module, tensors: Mapping[Key, torch.Tensor]) -> list[B
 
 
 def make_private(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> None:
-    """Give a tensor memory of its own, with the same values; in the order of these strides."""
+    """Give a tensor private memory, with the same values; in the order of these strides."""
     with plainly():
         own = tensor.data.clone()
         tensor.data = own if strides is None else laid_out(own, strides)

@@ -66,7 +66,8 @@ def _all(module: nn.Module) -> list[GuardedCall]:
             _refuse_coroutine(child, name)
         if _has_forward(child):
             found.append(GuardedCall(child, CALL))
-            # Who calls the forward() of a layer of torch directly? It would cost each call of the layer 0.1 µs.
+            # Programs rarely call the forward() of a layer of torch directly. A guard would cost each call of the layer
+            # 0.1 µs.
             if child is module or not _of_torch(type(child)):
                 found.append(GuardedCall(child, "forward"))
         found += [GuardedCall(child, name) for name in methods]

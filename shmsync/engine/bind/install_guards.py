@@ -71,7 +71,7 @@ def bind(reader: ReadPath, module: M, guard: GuardNames, check: ModuleCheck, *, 
 
 
 def _cover_of(module: nn.Module, bound: nn.Module, tensors: set[int]) -> Cover:
-    """One cover for all that shares tensors or submodules with the module: their covers, made one.
+    """One cover for everything that shares tensors or submodules with the module: their covers, made one.
 
     It is without the bindings that have ended; with none left, its guards are removed. `tensors`: ids of those that are
     bound now.

@@ -72,7 +72,7 @@ class TorchStreams:
         return True
 
     def check(self) -> None:
-        """As in Streams: torch raises what has failed by itself."""
+        """As in Streams: torch itself raises a failure."""
 
 
 class PrivateCopies:
@@ -100,7 +100,7 @@ class PrivateCopies:
     def note(self, others: Iterable[Stream]) -> None:
         """A section is over: note what the current stream has, and these."""
         for stream in (self.streams.current(), *others):
-            if not self.streams.capturing(stream):  # a replay needs a section of its own
+            if not self.streams.capturing(stream):  # a replay needs a separate section
                 self.streams.follow(self.noted, stream)
 
     def refuse_capture(self) -> None:
@@ -113,7 +113,7 @@ class PrivateCopies:
 
     @contextmanager
     def renewing(self) -> Iterator[None]:
-        """The current stream renews the copies inside, after all that was noted."""
+        """The current stream renews the copies inside, after all work that was noted."""
         mine = self.streams.current()
         for first in (self.noted, self._renewed if self.pending else None, self._renewing):
             if first is not None:
@@ -223,7 +223,7 @@ class SectionStreams:
         device, ending = place.device, place.stream
         captured = False
         for stream in (device.current(), *self._others):
-            if device.capturing(stream):  # it is only recorded now; a replay needs a section of its own
+            if device.capturing(stream):  # it is only recorded now; a replay needs a separate section
                 captured = True
             else:
                 device.follow(ending, stream)

@@ -1,4 +1,4 @@
-"""What may be a leaf, under which key: a tensor whose values lie in memory of its own, as plain elements.
+"""What may be a leaf, under which key: a tensor whose values lie in its own memory, as plain elements.
 
 The rule names what is known to be plain. A tensor of any other kind is refused, also one that is unknown here:
 its storage has no address, or too few bytes. Reading it by address would end the process, or copy garbage.
@@ -151,7 +151,7 @@ def _memory_problem(value: torch.Tensor) -> str | None:
 
 def _wrapper(value: torch.Tensor) -> str:
     return (
-        f"is a {type(value).__name__} without memory of its own: its values lie in other tensors, or nowhere; pass "
+        f"is a {type(value).__name__} without its own memory: its values lie in other tensors, or nowhere; pass "
         "those tensors, or a plain one with its values"
     )
 

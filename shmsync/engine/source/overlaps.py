@@ -45,13 +45,13 @@ def meeting(spans: Iterable[tuple[int, int, K]]) -> Iterator[tuple[K, K]]:
 
 
 def shared_in_part(tensors: Mapping[Key, object]) -> list[tuple[str, str]]:
-    """Why a part of these tensors cannot be written by itself: writing one would change some of another.
+    """Why a part of these tensors cannot be written alone: writing one would change some of another.
 
     Returns (sentence, the first of the two names) for each pair.
     """
     plain = {".".join(key): each for key, each in tensors.items() if problem_with(each) is None}
     found = overlapping(plain, {id(each) for each in plain.values()})  # type: ignore[arg-type]
-    cure = "and partial=True may give one without the other: give one of them memory of its own"
+    cure = "and partial=True may give one without the other: give one of them private memory"
     return [(f"{a} and {b} share memory in part in the destination, {cure}", a) for a, b in found]
 
 

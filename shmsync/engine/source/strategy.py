@@ -70,7 +70,8 @@ class WeightStrategy:
         """The weights of a module, a TensorDict or a dict, in the configured form.
 
         They share the source's memory, but for leaves that dtype= casts. A module that torch.compile(), DataParallel,
-        DDP or AveragedModel wraps gives the keys that it has by itself. Raises ValueError for a source of another type.
+        DDP or AveragedModel wraps gives the keys that it has without the wrapper. Raises ValueError for a source of
+        another type.
         """
         extracted = self._extracted(source)
         if isinstance(self.dtype, torch.dtype) and isinstance(source, nn.Module):
@@ -132,7 +133,7 @@ class WeightStrategy:
             raise
 
     def check_destination(self, module: nn.Module) -> None:
-        """Raise ManifestMismatch if partial=True and the module cannot take a part of its weights by itself."""
+        """Raise ManifestMismatch if partial=True and the module cannot take a part of its weights alone."""
         problems = shared_in_part(collect(module, EVERYTHING).tensors) if self.partial else []
         if problems:
             why = "; ".join(text for text, _ in problems)
@@ -204,7 +205,7 @@ class Fit(NamedTuple):
 def refuse_bound(targets: Mapping[Key, torch.Tensor]) -> None:
     """Raise ManifestMismatch for targets that lie in an arena.
 
-    Not part of check_weights(): who checks may give a bound module memory of its own before it is written.
+    Not part of check_weights(): a caller may give a bound module private memory between the check and the write.
     """
     readonly = readonly_ranges()
     bound = [".".join(key) for key, target in targets.items() if readonly and lies_in(target, readonly)]
@@ -228,7 +229,7 @@ def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         else:
             assign(target, source)
     if rows:
-        _native.Sources([], rows).copy_to(0)  # each to an address of its own
+        _native.Sources([], rows).copy_to(0)  # each to a separate address
         torch.autograd.graph.increment_version(written)  # as copy_() does, for autograd's checks
 
 

@@ -1,6 +1,6 @@
 """Strip the prefixes of wrappers (torch.compile(), DataParallel, DDP, AveragedModel) from the keys of a module.
 
-A wrapper puts a module inside one of its own, and a prefix before each of its keys. Arenas and messages have the keys
+A wrapper puts a module inside another one, and a prefix before each of its keys. Arenas and messages have the keys
 of the wrapped module, wherever in the tree the wrapper is: trainer and workers have the same keys, whichever of them is
 wrapped. A wrapper is recognised by its type, since a
 user's module may have an attribute of any name.

@@ -32,7 +32,7 @@ class Proof(NamedTuple):
         version: that the workers have.
         leaves: how many leaves each of them has compared; tied ones count under each of their names.
         unsent: leaves of the modules that are none of the arena's, and so of the worker alone.
-        workers: who has proved it, by index, or as "pid N".
+        workers: those that have proved it, by index, or as "pid N".
     """
 
     version: int
@@ -184,7 +184,7 @@ class _Look:
                 return "has the value of another version"
         if self._arena.overlaps(tensor):
             return "shows another place of the arena"
-        return "has other values, in memory of its own"
+        return "has other values, in private memory"
 
 
 class Verdict:

@@ -1,6 +1,6 @@
 """Traces: what the processes of an arena do, in one file that Perfetto shows (https://ui.perfetto.dev).
 
-The publisher opens the file and says in its control segment which descriptor of its own that is. Readers see that at
+The publisher opens the file and says in its control segment which of its descriptors that is. Readers see that at
 their next section, open the same file through /proc, and append to it too: native/include/shmsync/trace.hpp.
 """
 

@@ -34,7 +34,7 @@ class DeviceWrites(HostWrites):
         place: the arena's part on the device.
         manifest: its leaves.
         name: the arena's, for errors.
-        writer: who commits.
+        writer: commits.
     """
 
     at_once = False

@@ -33,7 +33,7 @@ class HostWrites:
 
     Args:
         name: the arena's, for errors.
-        writer: who commits.
+        writer: commits.
     """
 
     at_once = True

@@ -113,7 +113,7 @@ class Update(_native.Scope):
 
 
 class StepUpdate(Update):
-    """The section that an optimizer's step opens by itself. Not traced when the step is compiled: only the step is."""
+    """The section that an optimizer's step opens. Not traced when the step is compiled: only the step is."""
 
     _enter = disable(Update._enter)
     _exit = disable(Update._exit)

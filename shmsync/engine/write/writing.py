@@ -86,7 +86,7 @@ class WriteSide:
 
     @property
     def writer(self) -> _native.Writer:
-        """Who writes. On a device only behind ready(): until a version is committed, it is the device's."""
+        """The writer. On a device only behind ready(): until a version is committed, it is the device's."""
         if self.writes.under_way:
             raise ProtocolError(f"a version of arena {self.name!r} is under way, and no call has waited for it")
         return self._writer

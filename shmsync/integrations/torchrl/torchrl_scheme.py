@@ -26,7 +26,7 @@ from .trainer.torchrl_sender import Sender
 from .worker.clock import OwnVersions
 from .worker.torchrl_receiver import Receiver
 
-_FRESH = "give each collector a scheme of its own: a new one, or a copy, pickle.loads(pickle.dumps(scheme))"
+_FRESH = "give each collector its own scheme: a new one, or a copy, pickle.loads(pickle.dumps(scheme))"
 
 
 class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
@@ -40,7 +40,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         strategy: "tensordict" or "state_dict", as in TorchRL; sends read a module directly either way, except that
             "state_dict" merges adapters of a PEFT model (merge_and_unload), as TorchRL's does.
         sync: let an update wait until the workers have applied it. False: it returns when the weights are published.
-        per_worker_weights: give each worker an arena of its own from the start. Without it workers share one until an
+        per_worker_weights: give each worker its own arena from the start. Without it workers share one until an
             update is for some of them only.
         slots: 1: an update waits for forwards that are under way, and forwards for the copy. 2 or more: neither
             waits, for that much more memory.
@@ -307,7 +307,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             return None
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Give this worker's model weights of its own, until the next update. ValueError for inplace=False."""
+        """Give this worker's model private weights, until the next update. ValueError for inplace=False."""
         if not inplace:
             raise ValueError(
                 "inplace=False would put other tensors in the place of those that updates write to; leave it out, the "

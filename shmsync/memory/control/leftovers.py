@@ -1,8 +1,9 @@
-"""What killed publishers leave in /dev/shm: their control segments. Who may remove them, when, and how.
+"""What killed publishers leave in /dev/shm: their control segments. Which process may remove them, when, and how.
 
-The creator of a segment holds an flock on it until it is ready. Who gets the lock of a segment that is not ready, or
-whose owner is dead, may sweep (remove) it, after looking that the name still stands for it. What could not be found
-out is never swept: an owner in another pid namespace, another user's, a machine without a free descriptor.
+The creator of a segment holds an flock on it until it is ready. A process that gets the lock of a segment that is not
+ready, or whose owner is dead, may sweep (remove) it, after a check that the name still stands for it. A segment whose
+owner cannot be examined is never swept: an owner in another pid namespace, another user's, a machine without a free
+descriptor.
 
 Segments of made-up names would stay until the user calls `shmsync gc`, and a publisher that is killed and started again
 over and over would fill /dev/shm. So each new publisher sweeps for a moment, whatever their names.

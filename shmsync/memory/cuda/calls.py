@@ -2,7 +2,7 @@
 
 The functions of CUDA come from cuda-bindings, and one of them from the driver. The names and the form of the answers
 are those of cuda.bindings.runtime: (code, value, ...). Host functions are launched through the driver itself, since the
-bindings put a function of their own in front, which takes the GIL: a thread that holds the GIL and waits for the device
+bindings put their own function in front, which takes the GIL: a thread that holds the GIL and waits for the device
 would then deadlock.
 """
 

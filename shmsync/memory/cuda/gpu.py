@@ -103,7 +103,7 @@ class Gpu:
         """As in Device: a block goes with the last tensor over it, so there is nothing to do but to let go of them."""
 
     def staging(self, size: int) -> torch.Tensor:
-        """As in Device: memory whose pages stay where they are, so that the device copies from it by itself."""
+        """As in Device: memory whose pages stay where they are, so that the device copies from it without the CPU."""
         available = available_bytes()
         if size > available:
             raise NoSpace(

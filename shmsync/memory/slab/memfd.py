@@ -143,8 +143,9 @@ class Sealed(_Memfd):
 class Reusable(_Memfd):
     """Memory that its maker writes again and again, and that other processes may map to read.
 
-    Fresh memory costs several times as much as a copy into it, so what is written often stays where it is, and who
-    reads it often keeps the mapping. When a reader may read is between the two. It lives as long as `tensor` does.
+    Fresh memory costs several times as much as a copy into it, so memory that is written often stays where it is, and a
+    process that reads it often keeps the mapping. When a reader may read is between the two. It lives as long as
+    `tensor` does.
     """
 
     def __init__(self, size: int) -> None:
@@ -162,7 +163,7 @@ class Reusable(_Memfd):
         _native.populate(self.tensor.data_ptr(), size)
 
     def split(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Pieces of it, one after the other, each with a storage of its own: torch may send a storage whole."""
+        """Pieces of it, one after the other, each with its own storage: torch may send a storage whole."""
         import torch
 
         return [

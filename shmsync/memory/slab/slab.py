@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SLOT_ALIGNMENT = 2 << 20  # bytes; one huge page
 TENSOR_ALIGNMENT = 256  # bytes
-STAMP_BYTES = 4096  # the session id stands at the end, on a page of its own
+STAMP_BYTES = 4096  # the session id stands at the end, on a separate page
 
 _SEALS = memfd.SEAL_SHRINK | memfd.SEAL_GROW | memfd.SEAL_FUTURE_WRITE
 

@@ -1,4 +1,4 @@
-"""Who a process is, and whether it still lives.
+"""The identity of a process, and whether it still lives.
 
 Identity is pid + start ticks (field 22 of /proc/<pid>/stat) + image + boot id. A pid alone is reused, and creation
 times computed from the wall clock move with it. The image stands for the program that the process runs: exec keeps pid
@@ -35,7 +35,7 @@ class ProcessState(str, Enum):
 
 
 class Identity(NamedTuple):
-    """Who this process is, as it is written into what it owns."""
+    """The identity of this process, as it is written into what it owns."""
 
     owner: int  # its owner word: pid, start ticks and image, see native/include/shmsync/layout.hpp
     boot_id: bytes

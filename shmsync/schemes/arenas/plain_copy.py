@@ -86,7 +86,7 @@ class PlainCopy:
             rows = [(views[leaf.key], target.data_ptr(), target.nbytes) for leaf, target in pairs]
             self._tables[which] = _native.Sources([], rows), [target for _, target in pairs]
         table, written = self._tables[which]
-        table.copy_to(0)  # each to an address of its own
+        table.copy_to(0)  # each to a separate address
         torch.autograd.graph.increment_version(written)  # as copy_() does, for autograd's checks
 
 

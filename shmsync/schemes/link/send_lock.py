@@ -32,7 +32,7 @@ def hold_all(send_locks: list[SendLock], deadline: float, call: str) -> _native.
 
 
 class TransportLock:
-    """The lock of one transport to another machine, with errors of its own.
+    """The lock of one transport to another machine, with its own errors.
 
     Args:
         what: it belongs to, for the errors.

@@ -1,8 +1,8 @@
 """The sender's end of a pipe: which messages have been sent, and what the worker answered.
 
 INV: an answer is for exactly one message. It names it by its tag. An untagged one is for the oldest of its kind, as
-long as the worker has not shown that it tags its answers: from then on an untagged pair is a message of its own. An
-answer to a message that no send waits for is dropped, so it never counts for a later one.
+long as the worker has not shown that it tags its answers: from then on an untagged pair is a message of the worker's
+program. An answer to a message that no send waits for is dropped, so it never counts for a later one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SenderEnd:
         return channel.role
 
     def send_locks(self, model_id: str) -> SendLock:
-        """Who sends this model over this pipe; see PipeSender.send_locks()."""
+        """The senders of this model over this pipe; see PipeSender.send_locks()."""
         return self._send_locks.get(model_id) or self._send_locks.setdefault(model_id, SendLock())
 
     def send(self, payload: bytes, tag: Tag, *, replaceable: bool = False, whose: str = "") -> None:
@@ -204,12 +204,12 @@ class SenderEnd:
             elif not tags:
                 ambiguous = self.oldest()
         wanted = tag is not None and awaited.get(tag, False)
-        problem = unexpected(word) if word not in messages.ANSWERS else f"it answered {word!r} with data of its own"
+        problem = unexpected(word) if word not in messages.ANSWERS else f"it answered {word!r} with its own data"
         # No call from here on: see Channel.peek().
         self._tags = tags
         self.reaches = reaches
         if tags and self._ambiguous:
-            self._ambiguous = {}  # they were messages of its own
+            self._ambiguous = {}  # they were messages of the worker's program
         if ambiguous is not None and ambiguous not in self._ambiguous:
             self._ambiguous[ambiguous] = problem
         if foreign is not None:
@@ -292,7 +292,7 @@ class Link:
 
     @property
     def finished(self) -> bool:
-        """Did its process end by itself, with exit code 0?"""
+        """Did its process exit with code 0?"""
         return self.peer is not None and self.peer.finished
 
     def take_pending(self) -> list[Any]:

@@ -192,7 +192,7 @@ class WorkerEnd:
         return message
 
     def ack(self, word: str) -> None:
-        """Answer what take() gave, or what the worker has read from the pipe by itself."""
+        """Answer what take() gave, or what the worker itself has read from the pipe."""
         answered, self._given = self._given, None
         if answered is None:  # for the oldest message without an answer, and no other word
             self.channel.send(small(messages.Tagged((None, word), None, me().owner)))

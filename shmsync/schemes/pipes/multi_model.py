@@ -45,7 +45,7 @@ def send_together(
         The version that all of these models have now.
 
     Raises:
-        WriterBusy: another thread was sending one of these models all that time; nothing was sent.
+        WriterBusy: another thread was sending one of these models until the deadline; nothing was sent.
         ValueError, ManifestMismatch, AckTimeout while the workers come together: nothing was sent.
         WorkerDied, AckTimeout, a worker's exception afterwards: as in send().
     """
@@ -217,7 +217,7 @@ def _pairs(models: Mapping[Any, Any]) -> list[tuple[PipeSender, Any]]:
         if not isinstance(sender, PipeSender):
             raise ValueError(
                 f"send_together() reaches workers over pipes, and {sender.model_id!r} is sent by a "
-                f"{type(sender).__name__}; send it by itself"
+                f"{type(sender).__name__}; send it separately"
             )
         if isinstance(key, str) and key != sender.model_id:
             raise ValueError(f"the sender given for {key!r} sends {sender.model_id!r}")

@@ -61,7 +61,7 @@ class PipeCarrier(ABC):
         self.links[index] = Link(pipe, process)
 
     def done_before_leaving(self, model_id: str, index: int) -> bool:
-        """Did a worker that ended by itself use the newest version before, without an answer?"""
+        """Did a worker that exited use the newest version before, without an answer?"""
         return False
 
     # What they have in common.

@@ -75,7 +75,7 @@ class SharedMemCarrier(PipeCarrier):
                 if index in self.links and self.links[index].pipe is not pipe:
                     raise ValueError(
                         f"worker {index} is reached over another pipe for {min(self._set_up)!r}, and all models of one "
-                        f"scheme have the same workers; give {model_id!r} the same pipes, or a scheme of its own"
+                        f"scheme have the same workers; give {model_id!r} the same pipes, or its own scheme"
                     )
         self._set_up.add(model_id)
 
@@ -109,7 +109,7 @@ class SharedMemCarrier(PipeCarrier):
     def question(self, model_id: str, index: int) -> tuple[bytes, int]:
         self._check_open()
         if not self.publishers.version(model_id):
-            raise ProtocolError(f"nothing of {model_id!r} was sent to worker {index} yet; send() first")
+            raise ProtocolError(f"no weights of {model_id!r} were sent to worker {index} yet; send() first")
         publisher = self.publishers.of_worker(model_id, index)
         return publisher.handle.session, len(writer_of(publisher).arena.manifest.leaves)
 

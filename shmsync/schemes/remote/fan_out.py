@@ -1,6 +1,6 @@
 """Fan-out: one copy of the weights goes to each node, and all of its workers attach to it there.
 
-On the sender's own node the sender publishes itself. On every other node a relay does: a process of its own, or one of
+On the sender's own node the sender publishes itself. On every other node a relay does: a separate process, or one of
 the node's workers. A relay that died is replaced during the send that found it dead; that send still reports it.
 """
 
@@ -54,12 +54,12 @@ class FanOut:
         """The newest version of a model on the sender's own node. An interrupted send may have left it there."""
         return 0 if self._local is None else self._local.version(model_id)
 
-    # Who is on which node.
+    # The workers of each node.
 
     def find_locations(self, sending: RemoteSend, chosen: Workers, everybody: Workers, deadline: float) -> None:
         """Find out on which nodes workers are, and end the relays of nodes that have none any more.
 
-        Raises ValueError when some are chosen, but not all, of those who share an arena.
+        Raises ValueError when some are chosen, but not all, of those that share an arena.
         """
         self._ask_locations(sending, chosen, deadline)
         if chosen.keys() != everybody.keys():

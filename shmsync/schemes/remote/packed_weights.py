@@ -188,7 +188,7 @@ def _copy(
         number = bisect.bisect(starts, leaf.offset) - 1
         rows.append((source, pieces[number].data_ptr() + leaf.offset - starts[number], leaf.nbytes))
     if rows:
-        _native.Sources([], rows).copy_to(0)  # each to an address of its own
+        _native.Sources([], rows).copy_to(0)  # each to a separate address
 
 
 def _kind(weights: Any) -> Kind:

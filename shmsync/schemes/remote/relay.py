@@ -1,6 +1,6 @@
 """A relay: gets each update once for its node, and publishes it into an arena that the node's workers attach to.
 
-It is a process of its own (Relay), or one of the node's workers relays beside its own work: publish_here() and
+It is a separate process (Relay), or one of the node's workers relays beside its own work: publish_here() and
 close_here() are what a sender calls in that worker's process.
 """
 

@@ -88,9 +88,9 @@ class Destination:
     call: Call | None = None  # the request under way
     location: Location | None = None  # where it runs, once that is known
     dead = False  # a request has found it so
-    reported = False  # and a send has said so: later ones leave it out
+    reported = False  # and a send has reported it: later ones leave it out
     out_of_reach: str | None = None  # why it cannot fetch weights: they go by the network's own means
-    host: Destination | None = None  # of a relay: the worker in whose process it is; None: a process of its own
+    host: Destination | None = None  # of a relay: the worker in whose process it is; None: a separate process
     starting: _native.WriterLock  # held by the thread that starts a request
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -165,7 +165,7 @@ class RemoteSend:
         self._look(step)
 
     def finish(self, deadline: float) -> None:
-        """Carry out every step, until the deadline. Who is late is in the outcome."""
+        """Carry out every step, until the deadline. The outcome has those that are late."""
         while True:
             for step in list(self._open):
                 self._look(step)
@@ -179,7 +179,7 @@ class RemoteSend:
         outcome = self.outcome
         late = [step.name for step in self._open if step.name not in outcome.dead]
         outcome.late = sorted({*late, *self.unreached}, key=_order)
-        # Errors name them in order, not by who was quicker.
+        # Errors name them in order, not in that of their answers.
         outcome.dead = {name: outcome.dead[name] for name in sorted(outcome.dead, key=_order)}
         outcome.failed = {name: outcome.failed[name] for name in sorted(outcome.failed, key=_order)}
 

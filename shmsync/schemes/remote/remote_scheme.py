@@ -51,8 +51,8 @@ class RemoteScheme(WeightSyncScheme):
 
     Args:
         strategy: the form in which weights travel, "state_dict" or "tensordict".
-        fan_out: None: each worker gets the weights by itself, and copies them into its model. "node": one copy goes to
-            each node; a relay publishes it into an arena there, to which all of the node's workers attach.
+        fan_out: None: each worker gets its own copy of the weights, and copies them into its model. "node": one copy
+            goes to each node; a relay publishes it into an arena there, to which all of the node's workers attach.
         slots, consistency: of those arenas and of their subscribers; see Publisher and Subscriber.
         timeout: default of every call, in seconds; math.inf waits without limit, None is 60.
         partial, dtype, checksum: see WeightSyncScheme. With fan_out="node" everything ever sent goes to the other nodes
@@ -121,7 +121,7 @@ class RemoteScheme(WeightSyncScheme):
 class RemoteSender(WeightSender):
     """Sends to all workers at once, and waits for all of them with one deadline.
 
-    send() also takes in who joined and who left since the last one, where the scheme can see that.
+    send() also takes in workers that joined or left since the last one, where the scheme can see that.
     """
 
     _scheme: RemoteScheme
@@ -138,7 +138,7 @@ class RemoteSender(WeightSender):
         self._roster: Roster | None = None
         self._fan_out: FanOut | None = None
         self._owed = Unacked()
-        self._given: tuple[Leaves, dict[int, RemoteTransport]] = {}, {}  # with partial=True: the last send, and to whom
+        self._given: tuple[Leaves, dict[int, RemoteTransport]] = {}, {}  # with partial=True: the last send, and where
         if scheme.fan_out == "node":
             options = RelayOptions(scheme.slots, scheme.timeout, scheme.partial)
             self._fan_out = FanOut(self._carrier, options, self._packer)
@@ -171,13 +171,13 @@ class RemoteSender(WeightSender):
         super().register_worker(worker_idx, pipe_or_context, process)
 
     def _update_workers(self) -> None:
-        """Take in who joined and who left."""
+        """Take in workers that joined or left."""
         roster = self._roster
         if roster is not None and roster.live and (workers := roster.read()) is not None:
             self._take_in(workers, roster)
 
     def _take_in(self, workers: Sequence[Any], roster: Roster) -> None:
-        """These are the workers now. Who stays keeps the transport, and so the request that is under way there."""
+        """These are the workers now. One that stays keeps the transport, and so the request that is under way there."""
         keys = [roster.key(address) for address in workers]
         if keys == [transport.key for transport in self._transports.values()]:
             return
@@ -217,7 +217,7 @@ class RemoteSender(WeightSender):
     def _post(self, weights: Any, workers: list[int], deadline: float) -> RemoteSend:
         try:
             return self._deliver(weights, workers, deadline)
-        except AckTimeout as error:  # a carrier that could not pack them in time does not know whom they were for
+        except AckTimeout as error:  # a carrier that could not pack them in time does not know the workers
             error.missing = error.missing or list(self._alive(workers))
             raise
 

@@ -1,8 +1,8 @@
-"""A worker's end of connections of our own: fetches the weights that a ticket is for.
+"""A worker's end of shmsync's own connections: fetches the weights that a ticket is for.
 
-Who shares memory with the sender reads them where they lie; others receive them into a buffer that they keep. Both are
-read by views, which a receiver copies from. As long as one of them lives the sender does not write there, and the
-buffer takes no other weights. A process without a receiver gets a copy of its own.
+A worker that shares memory with the sender reads them where they lie; others receive them into a buffer that they keep.
+Both are read by views, which a receiver copies from. As long as one of them lives the sender does not write there, and
+the buffer takes no other weights. A process without a receiver gets a private copy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .packed_weights import unpack, views_will_do
 from .remote_requests import Unreached
 from .weight_server import ABSENT, ASK, DONE, LEASE, REPLY, TAKE, FetchTicket, WeightServerAddress
 
-_CONNECT = 2.0  # seconds: who does not answer by then cannot be reached
+_CONNECT = 2.0  # seconds: a server that does not answer by then cannot be reached
 _MAPPINGS = 4  # that a line keeps; a sender uses two buffers in turns
 
 
@@ -68,7 +68,7 @@ class _Connection:
         return room
 
     def _map(self, ticket: FetchTicket) -> torch.UntypedStorage | None:
-        """Where they lie; None for who does not share memory with the sender."""
+        """Where they lie; None for a worker that does not share memory with the sender."""
         if Site.of(ticket.where()) != Site.of(ticket.weight_server.maker):
             return None
         found = self._mapped.get(ticket.memory)
@@ -243,7 +243,7 @@ def opened(weights: Any) -> Any:
 
 
 class Fetched:
-    """A ticket that unpickles as the weights, where nobody of ours is called with it."""
+    """A ticket that unpickles as the weights, where no code of shmsync is called with it."""
 
     def __init__(self, ticket: FetchTicket) -> None:
         self._ticket = ticket
@@ -253,5 +253,5 @@ class Fetched:
 
 
 def fetched(content: Any) -> Any:
-    """What unpickles as the weights: a ticket does not by itself."""
+    """The content, as an object that unpickles as the weights: a ticket alone does not."""
     return Fetched(content) if isinstance(content, FetchTicket) else content

@@ -1,8 +1,8 @@
-"""The sender's end of connections of our own: workers fetch from it the bytes of the weights that a call announced.
+"""The sender's end of shmsync's own connections: workers fetch from it the bytes of the weights that a call announced.
 
-The network that a scheme is for keeps control: its calls say which weights are there, and tell who applied them and who
-is dead. What goes through it is pickled or put into a store, and received into fresh memory each time; here bytes go
-straight from the packed weights' memory into memory that the worker has already.
+The network that a scheme is for keeps control: its calls say which weights are there, and tell which workers applied
+them and which are dead. What goes through it is pickled or put into a store, and received into fresh memory each time;
+here bytes go straight from the packed weights' memory into memory that the worker has already.
 
 One thread serves all workers and waits for none, so a stopped one delays no other. A worker that connects proves
 first that it knows the key, which came with a call. Then it sends numbers of a fixed size, and nothing is unpickled.
@@ -58,7 +58,7 @@ class FetchTicket(NamedTuple):
     """What a worker is sent in place of weights that it fetches itself: these, in a weight server.
 
     where: gives the location of the calling process, in the same terms as the weight server's maker.
-    memory: where they lie, for who shares memory with the sender.
+    memory: where they lie, for a worker that shares memory with the sender.
     seconds: that the send had left when the ticket was made.
     """
 

@@ -101,7 +101,7 @@ def test_without_checksums_or_weights(fleet):
 
 def test_before_the_first_send(fleet):
     sender = fleet.open(checksum=True)
-    with pytest.raises(ProtocolError, match=r"was sent to worker 0 yet; send\(\) first"):
+    with pytest.raises(ProtocolError, match=r"were sent to worker 0 yet; send\(\) first"):
         sender.verify()
 
 

@@ -169,7 +169,7 @@ def untied(worker):
 @pytest.mark.parametrize(
     ("change", "leaves", "says"),
     [
-        (replaced_submodule, ["head.weight", "head.bias"], "has other values, in memory of its own"),
+        (replaced_submodule, ["head.weight", "head.bias"], "has other values, in private memory"),
         (replaced_data, ["head.weight"], "has other values"),
         (replaced_parameter, ["head.weight"], "has other values"),
         (assigned_by_load_state_dict, ["head.weight", "head.bias"], "has other values"),
@@ -227,7 +227,7 @@ def test_a_buffer_that_went_its_own_way(delivered):
     worker.train()
     worker(torch.randn(16, 4))
     names = {"body.1.running_mean", "body.1.running_var", "body.1.num_batches_tracked"}
-    refused(sub, *names, match="Agent.body.1.running_mean has other values, in memory of its own")
+    refused(sub, *names, match="Agent.body.1.running_mean has other values, in private memory")
     changed(trainer, pub)  # which puts it back
     assert sub.verify().version == 2
 

@@ -23,7 +23,7 @@ class First(NamedTuple):
 
     sources: dict[int, Any]  # by worker: a module or a TensorDict; workers with the same object share weights
     devices: Mapping[int, Any] = MappingProxyType({})  # of each worker's policy, where it is known
-    apart: bool = False  # each worker has weights of its own
+    apart: bool = False  # each worker has its own weights
     mapped: Callable[[], dict[int, Any]] | None = None  # makes `sources`, with the values of the moment
 
     def again(self) -> dict[int, Any]:

@@ -98,7 +98,7 @@ class Groups:
 
     Args:
         sources: the first weights by worker; workers with the same object share an arena, on each device one.
-        apart: give each worker an arena of its own in any case.
+        apart: give each worker its own arena in any case.
         options: of each Publisher: slots, timeout, checksum.
         dtype: of the first arenas; later ones cast as the arena that they are copied from.
         alias: the one source is a module whose parameters become the shared memory (Publisher.adopt), where it is.

@@ -130,7 +130,7 @@ class Receiver:
         return self._subscriber.name, self._subscriber.applied_version
 
     def apply(self, weights: Any) -> None:
-        """Give the module weights of its own, until the next version. Raises as WeightStrategy.apply_weights()."""
+        """Give the module private weights, until the next version. Raises as WeightStrategy.apply_weights()."""
         module = None if self._module is None else self._module()
         if module is not None:
             strategy = WeightStrategy()

@@ -79,7 +79,7 @@ class DistributedTransport(RemoteTransport):
     """Reaches one rank; in that rank's process, reaches the sender.
 
     Args:
-        weights_buffer: a TensorDict that receive_weights() fills; None: it gives views of a buffer of its own.
+        weights_buffer: a TensorDict that receive_weights() fills; None: it gives views of its own buffer.
         store: a store that both processes use. None: every call does nothing.
         rank: the worker's. None: every call does nothing.
         sync: kept for code that has it; both kinds of transfer end by the deadline.
@@ -328,7 +328,7 @@ class DistributedWeightSyncScheme(RemoteScheme):
 
 
 def _store(arguments: Arguments) -> Any:
-    """The store for a model: each model but "policy" has keys of its own."""
+    """The store for a model: each model but "policy" has its own keys."""
     store = arguments.get("store")
     if store is None:
         need_group("store=")

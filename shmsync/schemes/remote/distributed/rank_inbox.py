@@ -115,7 +115,7 @@ class Inbox:
 
     def answer(self, received: Received, word: str = UPDATED, content: Any = None) -> None:
         """Answer this message."""
-        with contextlib.suppress(OSError):  # the sender is gone, and its answer concerns nobody
+        with contextlib.suppress(OSError):  # the sender is gone, so no process waits for the answer
             received.channel.send(dumps(RankAnswer(received.message.number, word, content)))
         if self._received is received:
             self._received = None

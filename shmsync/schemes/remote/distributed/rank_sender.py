@@ -103,7 +103,7 @@ class MessageCall(RankCall):
             kind, body = "ticket", pickle.dumps(self._ticket)
         else:
             body, size = pickle.dumps(payload.label), payload.buffer.nbytes
-        if size:  # first: who has the message waits for them
+        if size:  # first: a rank that has the message waits for them
             try:
                 work = torch.distributed.isend(payload.buffer, self.end.rank, tag=self.number)
             except Exception as error:

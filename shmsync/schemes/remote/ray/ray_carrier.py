@@ -30,7 +30,7 @@ TensorTransport = Literal["object_store", "nixl"]
 
 
 class ActorRelay(Destination):
-    """A relay in an actor of its own, on one node."""
+    """A relay in a separate actor, on one node."""
 
     def __init__(self, node: str, options: RelayOptions) -> None:
         self._node = node
@@ -72,7 +72,7 @@ class RayCarrier(DeliveryCarrier):
         if packed_weights.memory is None:
             reference = self.stored(packed_weights, deadline)
             return Delivery(packed_weights, None, lambda start: start(reference))
-        stored: list[Task] = []  # for those who cannot fetch them
+        stored: list[Task] = []  # for actors that cannot fetch them
 
         def start_by_network(start: Callable[[Any], Call]) -> Call:
             if not stored:
@@ -154,7 +154,7 @@ def _put(packed_weights: PackedWeights, tensor_transport: TensorTransport) -> An
         # As an array: Ray writes its bytes straight into the store, where a tensor would be pickled first.
         return ray.put(PackedWeights(packed_weights.label, [packed_weights.buffer.numpy()]))
     try:
-        # A tensor of its own: the other side may read it at any time.
+        # A separate tensor: the other side may read it at any time.
         return ray.put(
             PackedWeights(packed_weights.label, [packed_weights.buffer.clone()]), _tensor_transport=tensor_transport
         )

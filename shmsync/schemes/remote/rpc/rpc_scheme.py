@@ -29,7 +29,7 @@ from ..weight_client import opened
 
 _keys = itertools.count()
 _under_way: dict[int, tuple[Any, ...]] = {}  # arguments of the calls that are not answered
-# Who waits for these calls. No Conditions: they may stay locked after an interrupt.
+# The waiters of these calls. No Conditions: they may stay locked after an interrupt.
 _bells: dict[int, TimedQueue[None]] = {}
 _executor = SerialExecutor()  # begins calls
 
@@ -42,7 +42,7 @@ class RPCCall(Call):
         self._name = getattr(to, "name", to)
         if not has_agent():
             raise ProtocolError("this process has no RPC agent; call torch.distributed.rpc.init_rpc() before you send")
-        # An interrupt may lose this object before anybody has it; the agent reads the buffer all the same.
+        # An interrupt may lose this object before the caller has it; the agent reads the buffer all the same.
         key = self.key = next(_keys)
         _under_way[key] = args
         self._future: Any = None
@@ -53,7 +53,7 @@ class RPCCall(Call):
         from torch.distributed import rpc
 
         try:
-            # No time-out of its own: until the answer is there, the agent may still read the buffer that is sent.
+            # No time-out here: until the answer is there, the agent may still read the buffer that is sent.
             future = rpc.rpc_async(to, function, args=args, timeout=0)
         except BaseException as error:
             _answered(self.key, None)
