@@ -1,4 +1,4 @@
-"""envs_in_threads=True: each environment lives in a thread of its own, and those of a worker step at the same time."""
+"""envs_in_threads=True: each environment lives in a separate thread, and those of a worker step at the same time."""
 
 from __future__ import annotations
 

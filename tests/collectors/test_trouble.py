@@ -103,7 +103,7 @@ def test_a_batch_that_was_waited_for_too_briefly_comes_whole_later(collector):
         except shmsync.AckTimeout:
             waits += 1
     copy = flat(batch)
-    time.sleep(0.1)  # nobody writes into it any more
+    time.sleep(0.1)  # no worker writes into it any more
     assert waits > 0
     assert torch.equal(flat(batch)["observation"], copy["observation"])
     assert torch.equal(copy["next.observation"][0, :, 0], torch.arange(40) % 5 + 1.0)

@@ -20,7 +20,7 @@ JOINING = [*product(MAPPING, ROWS), *((f"{row}.{step}", row) for row in ROWS for
 
 @pytest.mark.parametrize(("point", "row"), JOINING)
 def test_a_joining(start, hold, row, point, slots, consistency):
-    """Nobody waits for it for ever, it bears no name but its own, and its row is free when it is dead."""
+    """No process waits for it forever, it is named by its own index, and its row is free when it is dead."""
     earlier, joiner, heir = start(3)
     rows = 2 if row == "take_over" else 3
     with (

@@ -26,7 +26,7 @@ def pins(point, consistency):
 
 
 def goes_on(pub, sub, slots):
-    """With nobody in the way, the version that is published is applied, as often as there are slots and once more."""
+    """Without a row in the way each published version is applied, as often as there are slots and once more."""
     for _ in range(slots + 1):
         version = pub.version + 1
         call = Call(pub.publish, stamped(version), timeout=for_ever)
@@ -101,7 +101,7 @@ WAITS = [*product(["gate.refused"], [1], ["pinned", "optimistic"]), *product(["v
 
 @pytest.mark.parametrize(("point", "slots", "consistency"), WAITS)
 def test_a_wait(start, hold, point, slots, consistency):
-    """Who waits, for the gate or for a version, keeps nobody up."""
+    """A reader that waits, for the gate or for a version, blocks no process."""
     gate = point == "gate.refused"
     worker = start()
     with shmsync.Publisher(stamped(1), slots=slots) as pub, shmsync.Subscriber(pub.handle) as other:

@@ -18,7 +18,7 @@ from support.weights import stamped
 
 @pytest.mark.parametrize("point", ["sweep.locked", "sweep.unlinked"])
 def test_a_sweeping(start, name, hold, point, slots, consistency):
-    """The name is free for the next publisher, or it is told whom it waits for; nothing stays."""
+    """The name is free for the next publisher, or the error names the process that it waits for; nothing stays."""
     sweeper = start()
     held = hold(sweeper, point)
     while not held.held:

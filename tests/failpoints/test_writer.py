@@ -168,7 +168,7 @@ CREATION += ["create.mapped", "create.written", "ready.before", "ready.after"]
 
 @pytest.mark.parametrize("point", CREATION)
 def test_a_creation(start, name, hold, point, slots, consistency):
-    """Nobody attaches to what is half made; of a dead one the name is free at once."""
+    """No process attaches to an arena that is half made; the name of a dead one is free at once."""
     writer = start()
     held = hold(writer, point).run(open_arena, name=name, slots=slots)
     if held.killed:
@@ -195,7 +195,7 @@ def test_a_creation(start, name, hold, point, slots, consistency):
 def test_the_reaping_of_a_dead_reader(start, name, hold, point, slots, consistency):
     writer, *readers = start(max(2, slots))
     handle = writer.call(open_arena, name=name, slots=slots, max_readers=len(readers) + 1)
-    for version, reader in enumerate(readers, 1):  # each slot but one is pinned by somebody who is dead
+    for version, reader in enumerate(readers, 1):  # each slot but one is pinned by a dead reader
         reader.call(attach, handle, worker=version)
         reader.call(enter)
         if slots > 1:

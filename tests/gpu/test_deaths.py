@@ -1,4 +1,4 @@
-"""Processes that end while the arena is on a GPU: nothing leaks, nobody hangs, errors are typed."""
+"""Processes that end while the arena is on a GPU: nothing leaks, no process hangs, errors are typed."""
 
 import multiprocessing
 
@@ -61,7 +61,7 @@ def test_a_closed_publisher_keeps_the_memory_for_its_workers(start, device):
     assert worker.call(on_gpu.read) == (1, [1.0])
     kept = on_gpu.used(None)
     worker.call(on_gpu.close)
-    shmsync.Publisher(on_gpu.weights(1, words=8), device=device).close()  # looks who still has something open
+    shmsync.Publisher(on_gpu.weights(1, words=8), device=device).close()  # looks for processes that have memory open
     until(lambda: on_gpu.used(None) <= kept - 4 * on_gpu.WORDS)
 
 

@@ -52,7 +52,7 @@ def test_a_reader_whose_pid_is_somebody_elses_now(start):
             at = rows_offset(_native.read_identity(file.fileno())) + OWNER
             owner = int.from_bytes(os.pread(file.fileno(), 8, at), "little")
             os.pwrite(file.fileno(), word(used_again(owner)), at)
-        assert pub.publish(stamped(2), timeout=5) == 2  # it is dead, so its pin is nobody's
+        assert pub.publish(stamped(2), timeout=5) == 2  # it is dead, so its pin counts no more
         heir.call(attach, pub.handle, worker=4)  # and its row is free
         assert heir.call(look) == (2, 2, 2)
         reader.call(leave)
@@ -61,7 +61,7 @@ def test_a_reader_whose_pid_is_somebody_elses_now(start):
 
 
 def test_a_zombie_is_dead(start, name):
-    """Nobody has waited for it, so /proc still has it."""
+    """Its parent has not waited for it, so /proc still has it."""
     pid = os.fork()
     if pid == 0:
         try:

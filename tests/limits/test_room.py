@@ -33,7 +33,7 @@ def refused(call, *errors):
     except errors as error:
         said = str(error)
     assert said is not None, "it was not refused"
-    assert state() == before, (before, state(), said)  # now that nobody holds the error's frames
+    assert state() == before, (before, state(), said)  # now that nothing holds the error's frames
     return said
 
 def fill():

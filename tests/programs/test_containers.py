@@ -20,7 +20,7 @@ PYTHON = sys.executable
 
 
 def shell(script, directory, *before):
-    """Run it with a /dev/shm of its own, of 64 MB, as Docker makes it."""
+    """Run it with a private /dev/shm of 64 MB, as Docker makes it."""
     script = f"set -e; mount -t tmpfs -o size=64m,mode=1777 tmpfs /dev/shm; {script}"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     command = ["unshare", "--mount", *before, "bash", "-c", script]

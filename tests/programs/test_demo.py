@@ -27,7 +27,7 @@ full = pytest.mark.full
 
 @pytest.fixture
 def demo(tmp_path):
-    """demo(*options) starts it in a session of its own, so that a Ctrl-C can be sent to all of its processes."""
+    """demo(*options) starts it in a separate session, so that a Ctrl-C can be sent to all of its processes."""
     started = []
 
     def start(*options):

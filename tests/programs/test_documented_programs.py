@@ -1,4 +1,4 @@
-"""Every Python block of the README and of docs/ runs as it stands, each in a process of its own."""
+"""Every Python block of the README and of docs/ runs as it stands, each in a separate process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCKS = [
     pytest.param(block, id=f"{page.stem} {number}")
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
-    if "__main__" not in block  # a file of its own: test_quickstart.py
+    if "__main__" not in block  # needs a separate file: test_quickstart.py
 ]
 
 

@@ -48,7 +48,7 @@ class TestCleanRL:
         end = dict(re.findall(r"(\w+)=([\d.]+)", output.splitlines()[-1]))
         assert float(end["episodic_return"]) >= 195, output
         assert int(end["versions"]) > 15, output
-        assert 0 < float(end["mean_lag"]) < 5, output  # 0: nobody acted while the learner trained
+        assert 0 < float(end["mean_lag"]) < 5, output  # 0: no worker acted while the learner trained
 
     @pytest.mark.full  # `make test` kills an actor of the demo
     @pytest.mark.parametrize("killed", [1, 2])

@@ -32,7 +32,7 @@ class Command(Example):
 
 @pytest.fixture
 def publish(tmp_path):
-    """publish(*arguments) starts the command for an arena of its own."""
+    """publish(*arguments) starts the command for a separate arena."""
     started = []
 
     def start(*arguments, name=None):

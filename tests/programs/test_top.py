@@ -32,7 +32,7 @@ pytest.importorskip("rich", reason="top draws with shmsync[top]")
 
 @pytest.fixture
 def terminal_of(server):
-    """terminal_of("top", ...) -> the command on a terminal of its own."""
+    """terminal_of("top", ...) -> the command on a separate terminal."""
     return functools.partial(Terminal, server)
 
 
@@ -170,7 +170,7 @@ def test_stopped_and_dead_processes_are_shown(policy, name, terminal_of):
         terminal.until(lambda text: re.search(r" 0 .*stopped", text) and re.search(r" 1 .*dead", text))
         trainer.stop()
         terminal.until(lambda text: "its publisher is stopped" in text)
-        trainer.kill()  # the next publisher of anybody sweeps it, and then it has ended
+        trainer.kill()  # the next publisher of any process sweeps it, and then it has ended
         until(lambda: "its publisher is dead" in terminal.text or not terminal.process.is_alive() or terminal.read())
 
 

@@ -179,7 +179,7 @@ def test_a_trainer_that_is_stopped_in_the_middle_keeps_nobody(ranks, start):
 @pytest.mark.parametrize("keeper", ["the trainer", "another"])
 @pytest.mark.parametrize("when", ["idle", "waiting", "under way"])
 def test_receive_outlives_the_trainer(fleet, start, when, keeper):
-    """Whoever has the store: the trainer, or a process that lives on."""
+    """The store's process is the trainer, or one that lives on."""
     another = start()
     group = fleet(1).connect("distributed", keeper=another if keeper == "another" else None)
     worker = connect_alone(group, 2_000_000, 1)

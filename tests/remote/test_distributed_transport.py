@@ -1,4 +1,4 @@
-"""DistributedTransport by itself, between a trainer and a rank, and what it leaves in their store."""
+"""DistributedTransport alone, between a trainer and a rank, and what it leaves in their store."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_word_for_somebody_else_is_left_in_the_store(ends):
     trainer.call(parts.store, "set", "NODE_1_in", b"shutdown")
     assert worker.call(transports.use, "receive_weights", 0.2) is None
     assert trainer.call(parts.store, "get", "NODE_1_in") == b"shutdown"
-    assert keys(trainer) == ["NODE_1_in"]  # and nobody answered it
+    assert keys(trainer) == ["NODE_1_in"]  # and the worker did not answer it
     trainer.start(transports.send_sample, "flat")
     worker.call(transports.receive_sample)
     trainer.result()
@@ -169,7 +169,7 @@ def test_the_transport_alone_announces_and_answers_without_a_process_group():
         with pytest.raises(shmsync.AckTimeout):
             trainer.check_ack(timeout=0.1)
     worker.send_ack("done")
-    trainer.check_ack("done")  # those that gave up took it from nobody
+    trainer.check_ack("done")  # the calls that gave up have not taken it
     for transport in (trainer, worker):
         transport.close()
 

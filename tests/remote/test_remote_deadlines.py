@@ -15,7 +15,7 @@ TIMEOUT = 0.3
 
 
 def send_until_applied(group, value):
-    """What was left over is answered first; the version of a send that everybody applied."""
+    """What was left over is answered first; the version of a send that all workers applied."""
     while True:
         with contextlib.suppress(shmsync.AckTimeout):
             return group.send(value, timeout=20.0)

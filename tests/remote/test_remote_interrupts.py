@@ -66,7 +66,7 @@ def test_in_initial_weights(fleet, side):
         group.trainer.call(storms.send_initial, value)
         assert worker.result() == {value}
     worker.call(transports.open_transport, 1, timeout=0.3)
-    with pytest.raises(TimeoutError):  # what was interrupted is left for nobody
+    with pytest.raises(TimeoutError):  # no receiver gets what was interrupted
         worker.call(transports.receive_initial)
 
 

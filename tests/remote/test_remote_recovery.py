@@ -1,4 +1,4 @@
-"""Messages that nobody took, interrupted sends, relays that die at the wrong moment: what comes next is right."""
+"""Messages that no worker took, interrupted sends, relays that die at the wrong moment: the next send is right."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_whoever_waits_behind_two_relays_is_named(fleet, kind):
 def test_a_death_that_only_a_look_at_the_others_found_is_named_by_the_next_send(fleet, kind):
     group = fleet(3, nodes=["a", "a", "b"], home="home").connect(kind).open(fan_out="node")
     group.workers[2].kill()
-    group.send(1, workers=[0, 1], timeout=20.0)  # which has to know who shares their node
+    group.send(1, workers=[0, 1], timeout=20.0)  # which has to know the other workers of their node
     with pytest.raises(shmsync.WorkerDied) as caught:
         group.send(2, timeout=20.0)
     assert 2 in caught.value.missing

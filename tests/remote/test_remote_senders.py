@@ -1,4 +1,4 @@
-"""A sender that is made anew, copied or given a wrong thing; a worker that gets weights of a model it does not have."""
+"""A sender that is made again, copied or given a wrong thing; a worker that gets weights of a model that it lacks."""
 
 from __future__ import annotations
 

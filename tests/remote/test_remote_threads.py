@@ -1,4 +1,4 @@
-"""Several threads at once: each call returns or raises in its time, and the next send reaches everybody."""
+"""Several threads at once: each call returns or raises in its time, and the next send reaches all workers."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def a_torn_leaf(patch):
 
 
 def a_wrong_name(patch):
-    """An error names the neighbour of whoever is dead."""
+    """An error names the neighbour of a dead worker."""
     mark = PipeCarrier.mark
 
     def wrong(self, posted, outcome):

@@ -76,7 +76,7 @@ def home_of(module: str, name: str) -> Path | None:
 
 @cache
 def reached_directly(path: Path, *, of_package: bool = False) -> frozenset[Path]:
-    """What a file imports. What a package's __init__ shows counts for those who use it by its name."""
+    """What a file imports. What a package's __init__ shows counts for the files that use it by its name."""
     found: set[Path | None] = set()
     if path.name != "__init__.py" or of_package:
         for module, name in imported(path):

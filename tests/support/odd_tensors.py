@@ -1,4 +1,4 @@
-"""Tensors that cannot be copied by address, each made anew; all have the shape (4,), and float32 where they can.
+"""Tensors that cannot be copied by address, each newly made; all have the shape (4,), and float32 where they can.
 
 `ODD[kind]` is (how to make one, a word of the message that refuses it).
 """

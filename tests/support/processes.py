@@ -20,7 +20,7 @@ PATIENCE = 240  # seconds: long after a slow machine is done, and before the wat
 
 
 def until(condition):
-    """Wait for it, in vain for no longer than PATIENCE."""
+    """Wait for it; fail after PATIENCE."""
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, f"waited in vain for {source(condition)}"
@@ -50,7 +50,7 @@ def state(pid):
 
 
 def workers():
-    """The living processes of multiprocessing that this one has started, by itself or over its fork server."""
+    """The living processes of multiprocessing that this one has started, directly or over its fork server."""
     server = forkserver._forkserver._forkserver_pid
     found = [] if server is None else [child.pid for child in psutil.Process(server).children()]
     return {pid for pid in [*found, *(child.pid for child in multiprocessing.active_children())] if alive(pid)}
@@ -85,7 +85,7 @@ def stopped(pid):
 
 
 def wait_until_dead(pid):
-    """Of a process that somebody else waits for."""
+    """Wait for the death of a process that has another parent."""
     fd = os.pidfd_open(pid)
     poller = select.poll()
     poller.register(fd, select.POLLIN)

@@ -161,7 +161,7 @@ def begun(state, function, *args, **kwargs):
 
 
 def serve(conn, between=None):
-    """Answer calls; before each, and while there is none, `between(state)` may do something of its own."""
+    """Answer calls; before each, and while there is none, `between(state)` may do other work."""
     torch.set_num_threads(1)
     gc.freeze()  # else each collection here walks, and so copies, what the fork server has imported
     state = SimpleNamespace(sub=None, pub=None, conn=conn)

@@ -150,7 +150,7 @@ def test_workers_without_a_with(pub):
     with pytest.raises(shmsync.ProtocolError, match="has Workers already"):
         workers.start()
     ended, others = pids(workers), shmsync.Workers(pub, jobs.apply, 1)
-    others.close()  # never started; it ends nothing of the others
+    others.close()  # never started; it ends none of the others
     kill(ended[1])
     with pytest.raises(shmsync.WorkerDied, match=r"worker 1 died .*SIGKILL"):
         pub.publish(stamped(3), wait=True)
@@ -182,5 +182,5 @@ def test_every_row_of_an_ended_worker_is_freed_and_no_other(pub):
     with shmsync.Workers(pub, jobs.attach_more, 1) as workers, shmsync.Subscriber(pub.handle, worker=5):
         until(lambda: sorted(reader.worker or 0 for reader in pub.readers()) == [0, 0, 5, 7])
         workers._timeout = 0.1
-    assert [reader.worker for reader in pub.readers()] == []  # the last one has left by itself
+    assert [reader.worker for reader in pub.readers()] == []  # the Subscriber above has closed its own row
     pub.publish(stamped(2), wait=True)

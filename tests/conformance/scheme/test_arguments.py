@@ -52,7 +52,7 @@ class Declaring(BoxScheme):
 
 
 class Reading(BoxScheme):
-    """A subclass whose sender reads more, and which says nothing of it."""
+    """A subclass whose sender reads more, and which does not declare it."""
 
     def create_sender(self):
         made = super().create_sender()

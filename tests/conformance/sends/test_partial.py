@@ -242,7 +242,7 @@ def test_who_refuses_a_resend_changes_nothing_for_others():
     late = rig.join(Stamped(0))
     assert rig.receive_until(Call(rig.sender.resend, 3, timeout=60)) == 2
     assert held(late) == held(rig.nets[0]) == {"layer.weight": 1, "layer.bias": 2, "count": 1}
-    with pytest.raises(ManifestMismatch):  # it still lacks the rest, and nobody is told otherwise
+    with pytest.raises(ManifestMismatch):  # it still lacks the rest, and refuses again
         rig.deliver(leaf(3, "count"))
     assert held(misfit) == {"layer.weight": 0, "layer.bias": 0, "count": 0}
     rig.close()
@@ -253,7 +253,7 @@ def test_parts_of_two_senders_never_take_each_others_place():
     other = MultiProcessWeightSyncScheme(partial=True)
     other.init_on_sender("policy", **rig.addresses())
     rig.deliver({**Stamped(1).state_dict()})
-    for pipe in rig.pipes[::2]:  # full, so that nothing of what follows leaves at once
+    for pipe in rig.pipes[::2]:  # full, so that no byte of the next messages leaves at once
         while select.select([], [pipe], [], 0)[1]:
             Channel.of(pipe).send(b"\x80\x04N." + bytes(1 << 18))
     rig.sender.send_async(leaf(2))

@@ -179,7 +179,7 @@ def test_plain_tensors_may_be_replaced_moved_and_laid_out_in_another_way(fleet, 
     old = plain["layer", "weight"]
     plain["layer", "weight"] = torch.zeros(2, 4)
     sends()
-    assert old.unique().tolist() == [slots + 1]  # it is nobody's any more
+    assert old.unique().tolist() == [slots + 1]  # no send writes it any more
     plain["layer", "weight"].data = torch.zeros(2, 4)
     sends()
     plain["layer", "weight"] = torch.zeros(4, 2).t()

@@ -1,4 +1,4 @@
-"""What was refused, who is dead, and workers that are not these any more: what the next call makes of it."""
+"""Refused weights, dead workers, and workers that were replaced: what the next call does about each."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from support.conformance.fleet import send_and_change
 from support.conformance.nets import FORMS, Stamped, Tied, stamp
 from support.conformance.table import PIPES, RAY, RAY_MODULE, only
 
-# The trainer of the others is a process of its own: test_model_sources.py has what they do with a context.
+# The trainer of the others is a separate process: test_model_sources.py has what they do with a context.
 beside_the_context = only(*PIPES, *RAY, RAY_MODULE)
 
 

@@ -1,4 +1,4 @@
-"""sender.verify(), over every scheme: the workers prove what they hold, and who does not is named."""
+"""sender.verify(), over every scheme: the workers prove what they hold, and an error names those that do not."""
 
 import time
 

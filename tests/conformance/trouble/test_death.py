@@ -241,7 +241,7 @@ def test_what_a_worker_had_applied_is_not_counted_for_the_one_in_its_place(fleet
     fleet.workers[1].kill()
     fleet.replace(1)
     fleet.register(sender, 1)
-    assert fleet.workers[1].finish() == 0  # by itself, and before it has received anything
+    assert fleet.workers[1].finish() == 0  # it exits before it has received anything
     with naming(WorkerDied, [1]):
         sender.resend(timeout=LONG)
     assert fleet.stamps(workers=[0, 2]) == [1, 1]

@@ -1,4 +1,4 @@
-"""Interrupts at any moment of a send or a receive: pipes stay usable, nobody is called dead, no version comes twice."""
+"""Interrupts at any moment of a send or a receive: pipes stay usable, no worker counts as dead, versions come once."""
 
 from __future__ import annotations
 

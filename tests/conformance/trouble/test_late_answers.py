@@ -133,7 +133,7 @@ def test_a_worker_that_was_kept_out_of_a_meeting_comes_back(connect, make, monke
 
     def interrupted(*args):
         write(*args)
-        raise KeyboardInterrupt  # everything is written, and nobody has been told
+        raise KeyboardInterrupt  # everything is written, and no worker was sent a message
 
     monkeypatch.setattr(together, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -20,7 +20,7 @@ def rig():
 
 
 def send_late(rig, weights):
-    """A send that nobody answers in time."""
+    """A send that no worker answers in time."""
     rig.sender.send_async(weights)
     with pytest.raises(AckTimeout):
         rig.sender.wait_async(timeout=0.01)
@@ -29,7 +29,7 @@ def send_late(rig, weights):
 def test_part_that_is_refused_late_does_not_come_again(rig):
     rig.deliver(Stamped(1))
     send_late(rig, WRONG)
-    rig.receive()  # everybody refuses it now
+    rig.receive()  # all workers refuse it now
     rig.deliver(leaf(2))
     rig.deliver(leaf(3, "count"))
     assert [held(net) for net in rig.nets] == [{"layer.weight": 1, "layer.bias": 2, "count": 3}] * 2

@@ -63,7 +63,7 @@ def connect():
         pipe.close()
 
 
-LARGE = 1 << 20  # elements: more than a pipe takes while nobody reads it
+LARGE = 1 << 20  # elements: more than a pipe takes while no process reads it
 
 
 def weights(value, size=1):
@@ -94,7 +94,7 @@ def test_answer_to_a_send_that_was_late_counts_for_no_other(connect, kind, size,
     assert take(theirs) == 1
     theirs.send("ok")  # too late
     with naming(shmsync.AckTimeout, [0]):
-        sender.send(weights(2), timeout=0.2)  # nobody has taken these
+        sender.send(weights(2), timeout=0.2)  # the worker has not taken these
     assert take(theirs) == 2
     theirs.send("ok")
     call = Call(sender.send, weights(3), timeout=timeout)

@@ -1,4 +1,4 @@
-"""What a worker sends of its own over the pipe of its weights, garbage included, and models that it does not have."""
+"""A worker's own messages over the pipe of its weights, garbage included, and models that it does not have."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ HEADERS = {
 @pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
 def test_a_header_that_no_message_has_is_an_error_that_names_the_worker(pipe, make, header):
     scheme, sender = sender_of(make, pipe[0])
-    for _ in range(2):  # it is said again until the worker is registered anew
+    for _ in range(2):  # the error is raised again until the worker is registered again
         sender.send_async(Stamped(1))
         os.write(pipe[1].fileno(), header)
         with naming(shmsync.ProtocolError, [0], match="worker 0 has sent bytes that are no message"):
@@ -171,7 +171,7 @@ def test_large_messages_of_the_workers_own_still_come_whole(pipe):
     assert found == [body]
 
 
-# ---- models that nobody there has
+# ---- models that no worker has
 
 
 @in_processes

@@ -199,7 +199,7 @@ def test_what_an_interrupted_send_has_sent_is_not_waited_for_by_the_next(timeout
     sender.wait_async(timeout=60)
     with pytest.raises(KeyboardInterrupt):
         sender.send_async(Stamped(2), timeout=timeout)
-    for worker in workers:  # whoever was sent it answers, and nobody waits for that
+    for worker in workers:  # a worker that was sent it answers, and no call waits for that
         if worker.receive_weights(timeout=0.05) is not None:
             worker.send_ack()
     with naming(shmsync.AckTimeout, [0, 1]):

@@ -123,7 +123,7 @@ def test_meetings_in_opposite_orders_in_two_threads_do_not_wait_for_each_other_f
 
 
 class Sends:
-    """In place of the weights: whoever prepares them sends."""
+    """In place of the weights: preparing them sends."""
 
     def prepare_weights(self, weights, model_id, strategy, context=None):
         with pytest.raises(shmsync.WriterBusy, match="same thread"):

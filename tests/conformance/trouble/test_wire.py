@@ -1,4 +1,4 @@
-"""What goes over the pipes, for somebody who reads and writes them without shmsync."""
+"""The messages on the pipes, for a program that reads and writes them without shmsync."""
 
 import pickle
 

@@ -43,7 +43,7 @@ def test_worker_that_execs_inside_a_section_holds_nobody_up(attached, slots):
 
 
 def test_nobody_waits_for_the_exit_code_of_a_worker_that_execs(start):
-    """Whoever asked how it ended waited for a second, beyond the deadline of the send that names it."""
+    """Asking for its exit code waited for a second, beyond the deadline of the send that names it."""
     took = []
     for worker in start(3):
         peer = Peer(process=worker.process)

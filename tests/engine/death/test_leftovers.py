@@ -179,7 +179,7 @@ def test_the_arena_of_a_parent_is_left_alone():
 
 
 def test_a_relay_removes_what_the_one_before_it_left(start):
-    """Its own arenas have random names, so nobody else takes them. It has made none yet."""
+    """Its own arenas have random names, so no other process takes them. It has made none yet."""
     earlier = start()
     earlier.call(open_arena)
     earlier.kill()

@@ -1,4 +1,4 @@
-"""Readers that are killed hold nobody up, and publishes that wait for them name them."""
+"""Readers that are killed block no process, and publishes that wait for them name them."""
 
 import signal
 from math import inf as for_ever
@@ -140,7 +140,7 @@ def test_dead_worker_is_reported_once(attached):
         alive.start(apply_until, 3)
         assert pub.publish(stamped(3), wait="all") == 3
         alive.result()
-        # Asked for by name it is missing as long as nobody takes its index over.
+        # Asked for by name it is missing as long as no process takes its index over.
         alive.start(apply_until, 4)
         with pytest.raises((shmsync.WorkerDied, shmsync.AckTimeout)) as caught:
             pub.publish(stamped(4), wait=[1, 2], timeout=1)

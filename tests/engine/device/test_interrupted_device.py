@@ -1,6 +1,6 @@
-"""A signal handler that raises while a section over a device is left: the device is told of its reads all the same.
+"""A signal handler that raises while a section over a device is left: the device still gets its reads.
 
-Else the slot would be held for as long as the worker lives, or a private copy be overwritten that is still read.
+Otherwise the slot would be held for as long as the worker lives, or a private copy be overwritten that is still read.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def test_a_subscriber_of_the_same_process_keeps_its_own(device):
 
 @pytest.mark.parametrize("room", [True, False])
 def test_the_next_arena_takes_that_memory_if_it_needs_it(start, device, monkeypatch, room):
-    """Freeing may wait for all that the device has to do, so it is done where nothing else helps."""
+    """Freeing may wait for all work of the device, so it is done where nothing else helps."""
     worker = start()
     pub = shmsync.Publisher({"t": torch.ones(100)}, slots=2)
     worker.call(attach_there, pub.handle)

@@ -1,4 +1,4 @@
-"""An arena on a device: what it was asked for is done later, and nobody sees it before, or overwrites it too early.
+"""An arena on a device: its work is done later, and no process sees the result before, or overwrites it too early.
 
 The device is simulated (support/devices/simulated.py): streams are threads that a gate can hold up.
 """

@@ -39,7 +39,7 @@ def test_garbage_in_the_reader_table_does_not_stop_the_writer(start, slots):
                 assert pub.publish(stamped(v)) == v, what
                 assert witness.call(look) == (v, v, v), what
             pub.readers()
-            # Whoever wrote it reads right weights, or is told.
+            # The process that wrote it reads right weights, or gets an error.
             vandal.start(look)
             try:
                 assert vandal.result() == (5, 5, 5), what

@@ -16,7 +16,7 @@ from support.worker import Gone
 
 @pytest.fixture(scope="module")
 def kept(keep):
-    """Two workers for the tests in which nobody dies."""
+    """Two workers for the tests in which no process dies."""
     return keep(2)
 
 
@@ -92,7 +92,7 @@ def test_adopted_parameters_show_up_under_update_only(pair):
         stepped = reader.call(read_digest)
         assert stepped != seen
         assert stepped == bytes_of(pub.weights)
-        # Writing under update(): nobody sees it before the end.
+        # Writing under update(): no reader sees it before the end.
         with pub.update() as weights, torch.no_grad():
             net[0].weight.fill_(7)
             assert (weights["0", "weight"] == 7).all()
@@ -130,7 +130,7 @@ def test_worker_that_writes_into_its_weights_dies(attached, pair, damage, slots)
             vandal.call(damage)
         assert caught.value.exitcode == -signal.SIGSEGV
         assert pair[0].call(read_digest) == pair[1].call(read_digest) == bytes_of(pub.weights) == before
-        # And it holds nobody up.
+        # And it blocks no process.
         pub.publish()
         assert pair[0].call(refresh) is True
         with pub.update():

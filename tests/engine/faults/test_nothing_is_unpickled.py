@@ -1,4 +1,4 @@
-"""Who attaches by name, or looks on, unpickles nothing, whatever lies there. A hook of the interpreter would tell."""
+"""A process that attaches by name, or inspects, unpickles nothing, whatever lies there. A hook of Python checks it."""
 
 import json
 import os

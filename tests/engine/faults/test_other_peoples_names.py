@@ -1,4 +1,4 @@
-"""Names in /dev/shm that are somebody else's, or no segment: refused by each entry, harmed by none."""
+"""Names in /dev/shm of another user or program, or no segment: refused by each entry, harmed by none."""
 
 import fcntl
 import os
@@ -68,7 +68,7 @@ SURVIVE = (sweep, sweep_all, list_all, inspect, export, gc, doctor)
 
 
 def state(path):
-    """All that a sweeper or a creator could have changed."""
+    """Everything that a sweeper or a creator could have changed."""
     found = os.lstat(path)
     inside = sorted(os.listdir(path)) if stat.S_ISDIR(found.st_mode) else None
     target = path.with_name(f"target.{path.name}")
@@ -193,7 +193,7 @@ def test_segments_are_for_their_user_alone(name, mask):
 STRANGERS_WAYS = """
 import os, sys, torch, shmsync
 from shmsync import cli
-with shmsync.Publisher({"t": torch.ones(1)}) as pub:  # imports all that it takes: a stranger may not read where it lies
+with shmsync.Publisher({"t": torch.ones(1)}) as pub:  # imports what it needs: a stranger may not read where it lies
     shmsync.Subscriber(pub.name).close()
     cli.main(["gc", "--dry-run"]), cli.main(["list"])
 os.setgroups([]); os.setgid(12345); os.setuid(12345)

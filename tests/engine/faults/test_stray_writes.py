@@ -53,7 +53,7 @@ with torch.no_grad():
 """
 
 # What it does outside update(): "published" as one version each, "refused", "dies" at the first write, or "private": it
-# writes memory of its own, which the next update() brings into the arena.
+# writes private memory, which the next update() brings into the arena.
 WRITERS = {
     "load_state_dict": ("module.load_state_dict(states(value))", "published"),
     "load_state_dict(assign=True)": ("module.load_state_dict(states(value), assign=True)", "published"),
@@ -89,7 +89,7 @@ WRITERS = {
 
 
 class Trainer:
-    """Runs these bodies in a process of its own, whose sections are read here all the time."""
+    """Runs these bodies in a separate process; this one reads its arena all the time."""
 
     def __init__(self, name, where, bodies):
         self.process = subprocess.Popen(

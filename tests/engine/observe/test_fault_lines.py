@@ -89,7 +89,7 @@ def arena(name):
 
 
 def died(arena, program, expected=-signal.SIGSEGV):
-    """Run it in a process of its own; what it wrote to stderr."""
+    """Run it in a separate process; what it wrote to stderr."""
     result = subprocess.run(
         [sys.executable, "-c", PRELUDE + program, arena.name], capture_output=True, text=True, timeout=240, cwd="/"
     )
@@ -146,7 +146,7 @@ def test_a_handler_of_the_users_own_is_still_called_with_the_fault(arena, order)
     )
     address = stderr.splitlines()[0]
     assert f"the user's handler: {int(signal.SIGSEGV)} at {address}" in stderr
-    assert len(lines_of_ours(stderr)) == (order == "before")  # who comes later, and passes nothing on, decides
+    assert len(lines_of_ours(stderr)) == (order == "before")  # a later handler that does not chain decides
 
 
 @pytest.mark.parametrize("handlers", first(["none", "faulthandler", "user"]))

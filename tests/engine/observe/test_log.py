@@ -1,4 +1,4 @@
-"""The logger "shmsync" tells what happens by itself, with the arena's name: dead readers, stalls, sweeps, restarts."""
+"""The logger "shmsync" reports events without a call, with the arena's name: dead readers, stalls, sweeps, restarts."""
 
 import logging
 

@@ -126,7 +126,7 @@ def test_the_dashboard_asks_for_figures_that_there_are(attached, registry):
         assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= labels
 
 
-@pytest.mark.full  # the tests above ask for the figures; this one starts a trainer and two workers anew
+@pytest.mark.full  # the tests above ask for the figures; this one starts a new trainer and two workers
 def test_the_example_serves_them():
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -62,7 +62,7 @@ def told(said):
 
 @contextlib.contextmanager
 def left_dead(trainer, name):
-    """Kill the publisher, and have nobody remove its segment: sweepers leave one alone that somebody has locked."""
+    """Kill the publisher, and keep its segment: sweepers leave one alone that another process has locked."""
     with open(segment_path(name)) as segment:
         fcntl.flock(segment, fcntl.LOCK_SH)
         trainer.kill()
@@ -215,7 +215,7 @@ def test_a_segment_that_is_cut_off_ends_no_command(open_trainer, name, told):
     open_trainer()
     size = segment_path(name).stat().st_size
     with open(segment_path(name)) as segment:
-        fcntl.flock(segment, fcntl.LOCK_SH)  # else another test's publisher removes it, as one that nobody made ready
+        fcntl.flock(segment, fcntl.LOCK_SH)  # else another test's publisher removes it, as one that is not ready
         for length in (size - 1, 65536, 4096, 300, 100, 0):
             os.truncate(segment_path(name), length)
             assert told(name)["version"] is None

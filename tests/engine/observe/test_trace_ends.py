@@ -54,7 +54,7 @@ def test_a_reader_that_cannot_join_in_says_so_and_reads_on(caplog, file):
     with shmsync.Publisher({"t": torch.zeros(8)}) as pub, shmsync.Subscriber(pub.handle) as sub:
         with pub.trace(file):
             file.chmod(0o600)
-            file.write_bytes(b"another file " * 10)  # by whoever has the same idea of its name
+            file.write_bytes(b"another file " * 10)  # by a program that chose the same name
             with caplog.at_level(logging.WARNING, "shmsync"), sub.read() as section:
                 assert section.version == 1
         assert "missing in the trace" in caplog.text and "no trace of shmsync" in caplog.text

@@ -52,7 +52,7 @@ def test_every_worker_proves_what_it_holds(pub, start, way, consistency):
     for _ in range(3):
         proof = pub.verify()
         assert (proof.version, proof.leaves, sorted(proof.workers)) == (pub.version, 9, [0, 1])
-        if way != "waits_for_ever":  # who waits applies nothing
+        if way != "waits_for_ever":  # a reader that waits applies nothing
             pub.publish()
     for worker in workers:
         worker.interrupt(refresh)

@@ -1,4 +1,4 @@
-"""A trainer that dies, or closes, and comes back under its name: who follows goes on with the new weights."""
+"""A trainer that dies, or closes, and restarts under its name: a follower goes on with the new weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_follower_moves_to_the_arena_of_a_new_trainer(open_trainer, name, foll
     assert (read(sub), sub.publisher_alive, sub.session) == ((5, 5, 5), True, trainer.handle.session)
     END[end](trainer)
     until(lambda: not sub.publisher_alive)
-    assert read(sub) == (5, 5, 5)  # nobody is back yet
+    assert read(sub) == (5, 5, 5)  # no publisher is back yet
     assert not sub.refresh()
     assert (sub.version, sub.lag) == (5, 0)
     trainer = open_trainer(2, slots=3 - slots)  # the number of slots may be another one

@@ -1,4 +1,4 @@
-"""One mapping, one descriptor, one copy of the weights; and nothing of it is left after close()."""
+"""One mapping, one descriptor, one copy of the weights; close() removes all of them."""
 
 import os
 

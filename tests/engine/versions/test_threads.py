@@ -122,7 +122,7 @@ def wrong_labels(ways, policy, sub, number):
 
 
 def in_threads(function, count=THREADS):
-    """[function(0), function(1), ...], each in a thread of its own, at the same time."""
+    """[function(0), function(1), ...], each in a separate thread, at the same time."""
     return [call.result() for call in [Call(function, number) for number in range(count)]]
 
 
@@ -233,7 +233,7 @@ def test_own_wait_that_follows_shows_the_new_session(start, name):
         trainer.kill()
         new = start().call(open_counting, 2, name=name)
         assert sub.wait_version(2) == 2
-        assert (sub.session, sub.version, sub.stats().version) == (new.session, 0, 0)  # nothing of it is applied
+        assert (sub.session, sub.version, sub.stats().version) == (new.session, 0, 0)  # no version of it is applied
 
 
 @pytest.mark.full  # seconds

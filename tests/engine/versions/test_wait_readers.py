@@ -100,7 +100,7 @@ def test_the_death_of_the_late_and_of_the_attached(pub, attached, start):
     with pytest.raises(shmsync.WorkerDied, match="worker 0") as error:
         pub.wait_readers([0, 1], timeout=for_ever, procs=[worker.process, late.process])
     assert error.value.missing == [0]
-    with pytest.raises(shmsync.AckTimeout) as error:  # nobody told which process it is: its successor may come
+    with pytest.raises(shmsync.AckTimeout) as error:  # its process is unknown: its successor may come
         pub.wait_readers([0], timeout=0.1)
     assert error.value.missing == [0]
     heir = attached(pub, worker=0)

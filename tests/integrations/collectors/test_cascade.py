@@ -1,4 +1,4 @@
-"""Collectors that receive: one of a single process, and one that hands the weights on to workers of its own."""
+"""Collectors that receive: one of a single process, and one that hands the weights on to its own workers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def trainer():
     yield make
     for scheme in made:
         scheme.shutdown()
-    until(lambda: "shmsync" not in probes.thread_names())  # it ends by itself when nobody is listening any more
+    until(lambda: "shmsync" not in probes.thread_names())  # it ends when no receiver is left
 
 
 def received(scheme):

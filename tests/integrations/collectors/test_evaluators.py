@@ -1,4 +1,4 @@
-"""An Evaluator of TorchRL in a process of its own: it is given weights, and its worker's policy has them."""
+"""An Evaluator of TorchRL in a separate process: it is given weights, and its worker's policy has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a collector leaves behind: nothing, also when nobody ends it; what it holds does not grow with the weights."""
+"""A collector leaves nothing behind, also without a shutdown(); what it holds does not grow with the weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = [MultiSyncCollector, MultiAsyncCollector]
 
 @pytest.fixture
 def start():
-    """Collectors that nobody but the test ends."""
+    """Collectors that only the test ends."""
     with parts.collectors(), parts.starting():  # the first only looks for processes that are left
 
         def make(policy, kind=MultiSyncCollector, scheme=None):

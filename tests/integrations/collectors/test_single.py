@@ -167,7 +167,7 @@ class Halfway(Tagged):
 
 
 def test_an_update_from_another_thread_reaches_a_forward_under_way(collector):
-    """Unlike in a worker process. The stamp is of the newer weights. The next forward has nothing of the old ones."""
+    """Unlike in a worker process. The stamp is of the newer weights. The next forward uses none of the old ones."""
     policy = Halfway()
     collecting = collector(policy, frames_per_batch=1)
     batches = iter(collecting)

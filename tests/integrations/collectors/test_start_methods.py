@@ -25,7 +25,7 @@ def schemes_of_two():
 
 
 def life_of(collecting, policy):
-    """What a collector goes through; each part is tested by itself elsewhere."""
+    """The life of a collector; other files test each part alone."""
     assert tags(collecting) == [1, 1]
     policy.set(2)
     collecting.update_policy_weights_()
@@ -47,7 +47,7 @@ def second_model_of(collecting):
 
 
 def last_days_of(collecting):
-    """One worker ends by itself; the other one is killed."""
+    """One worker exits; the other one is killed."""
     collecting.pipes[1].send((None, "close"))
     assert collecting.pipes[1].recv() == "closed"
     collecting.procs[1].join()
@@ -133,7 +133,7 @@ def forked(say, kind, models):
     [pytest.param(MultiSyncCollector, 1, marks=pytest.mark.full), (MultiSyncCollector, 2), (MultiAsyncCollector, 1)],
 )
 def test_fork(kind, models):
-    """With fork the scheme is not pickled: a worker has the trainer's, with all that it holds."""
+    """With fork the scheme is not pickled: a worker has the trainer's, with everything that it holds."""
     with children.child(forked, kind, models, method="spawn") as child:
         assert child.hear() == ["fork", "fork"]
         assert child.hear() == []

@@ -1,4 +1,4 @@
-"""A scheme belongs to one collector: given to another one, at the same time or later, it says so."""
+"""A scheme belongs to one collector: given to another one, at the same time or later, it raises an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheme by itself, without a collector: pickled, registered, and used by hand on both sides."""
+"""The scheme without a collector: pickled, registered, and used by hand on both sides."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def receiver():
     yield make
     for scheme in made:
         scheme.shutdown()
-    until(lambda: "shmsync" not in probes.thread_names())  # it ends by itself when nobody is listening any more
+    until(lambda: "shmsync" not in probes.thread_names())  # it ends when no receiver is left
 
 
 def test_it_is_a_weight_sync_scheme():

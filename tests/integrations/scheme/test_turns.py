@@ -66,7 +66,7 @@ def test_a_send_inside_a_send_of_the_same_thread_is_refused_at_once(busy, alarm)
 
     def handler():
         with pytest.raises(shmsync.WriterBusy, match="same thread") as error:
-            pair.sender.send(filled(Held(2, 2), 2), timeout=math.inf)  # waiting would be for ever
+            pair.sender.send(filled(Held(2, 2), 2), timeout=math.inf)  # a wait would never end
         caught.append(error)
         end_forward()
 

@@ -25,7 +25,7 @@ def run(*arguments, cwd):
 
 
 def say(tmp_path, program):
-    """What a program prints that uses the contest's functions, in a process of its own."""
+    """What a program prints that uses the contest's functions, in a separate process."""
     (tmp_path / "program.py").write_text(f"import sys; sys.path.insert(0, {str(BENCH)!r})\n{program}")
     done = run(tmp_path / "program.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -28,7 +28,7 @@ def run(*arguments, cwd, **environment):
 
 
 def say(tmp_path, program, **environment):
-    """What a program prints that uses the runner's functions, in a process of its own."""
+    """What a program prints that uses the runner's functions, in a separate process."""
     begin = f"import sys; sys.path.insert(0, {str(BENCH)!r})\n"
     done = run("-c", begin + program, cwd=tmp_path, **environment)
     assert done.returncode == 0, done.stderr

@@ -100,9 +100,9 @@ def test_every_worker_uses_the_newest_weights_in_one_slab_of_its_node_that_it_ca
 def test_one_copy_crosses_to_a_node(nodes, crew, sender_to):
     """By Ray's own count of what its stores get from each other.
 
-    Ray itself moves an object to a node once, whoever asks for it there: without fan-out one object for all workers
-    crosses once. With fan-out the relay fetches the weights past Ray, and nothing crosses in its stores. An object for
-    each worker, as TorchRL makes them, crosses once for each.
+    Ray itself moves an object to a node once, however many actors ask for it there: without fan-out one object for all
+    workers crosses once. With fan-out the relay fetches the weights past Ray, and nothing crosses in its stores. An
+    object for each worker, as TorchRL makes them, crosses once for each.
     """
 
     def crossed(send):
@@ -116,7 +116,7 @@ def test_one_copy_crosses_to_a_node(nodes, crew, sender_to):
 
     with_fan_out = sender_to(crew)
     with_fan_out.send(model(1))  # the first one starts the relay
-    ray.get([actor.ignore.remote(True) for actor in crew])  # who has shared weights takes no others
+    ray.get([actor.ignore.remote(True) for actor in crew])  # an actor with shared weights takes no others
     try:
         without = sender_to(crew, fan_out=None)
         copies = [
@@ -221,7 +221,7 @@ def test_plain_weights_for_a_worker_that_shares_are_refused(crew, sender_to):
 
 
 def test_a_send_does_not_wait_for_rays_head_beyond_its_deadline(crew, sender_to):
-    sender = sender_to(crew)  # which knows nobody's node yet
+    sender = sender_to(crew)  # which knows no worker's node yet
     head = parts.head_pid()
     with processes.stopped(head):
         with naming(AckTimeout, list(range(6))):

@@ -85,7 +85,7 @@ def test_each_send_makes_one_object_of_which_all_actors_get_views(crew, by_the_s
     for _, _, path in parts.ask(crew, "given"):
         assert "plasma" in path
     for _, _, path in parts.ask(crew, "used"):
-        assert "plasma" not in path  # the net has a copy of its own
+        assert "plasma" not in path  # the net has a private copy
 
 
 def test_an_exception_that_cannot_be_rebuilt_here_is_no_death(crew):

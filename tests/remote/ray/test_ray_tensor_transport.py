@@ -23,7 +23,7 @@ def crew(one_ray):
 
 @pytest.fixture
 def puts(monkeypatch):
-    """What ray.put() is called with. It does the rest as without the keyword: nobody here has the network for it."""
+    """What ray.put() is called with. It does the rest as without the keyword: this machine lacks the network for it."""
     noted, real = [], ray.put
 
     def put(value, **options):

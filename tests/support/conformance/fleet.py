@@ -50,9 +50,9 @@ class Crew:
 
 
 class Fleet:
-    """Three workers. Each receives whenever the test asks nothing of it, until hold().
+    """Three workers. Each receives between the calls of the test, until hold().
 
-    Each kind of scheme has a class of its own, which fills `workers` and says how a scheme gets to know them.
+    Each kind of scheme has its own class, which fills `workers` and says how a scheme gets to know them.
     """
 
     called = False  # weights come in a call of the trainer's, beside what the worker does, and not at its receive()
@@ -175,7 +175,7 @@ class PipeFleet(Fleet):
         self.workers[index].start(peers.die_at_ack, 0, note)
 
     def pending(self, index):
-        """Messages that this worker sent of its own."""
+        """This worker's own messages."""
         return MPTransport(self.pipes[index]).pending()
 
     def close(self):

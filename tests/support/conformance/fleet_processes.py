@@ -43,7 +43,7 @@ class World:
             worker.result()
 
     def usable(self):
-        """After a test: has nobody died, and does everybody answer?"""
+        """After a test: do all processes live and answer?"""
         leave = [nothing, *[remote_peers.leave] * (SIZE - 1)]  # the trainer has nothing to forget
         return all(map(can_go_on, self.ranks, leave))
 

@@ -14,7 +14,7 @@ from support.worker import Gone, RemoteTraceback, Worker
 
 
 class Process:
-    """Somebody else's child, as multiprocessing shows one's own."""
+    """A child of another process, with the interface of multiprocessing's own."""
 
     def __init__(self, pid):
         self._fd = os.pidfd_open(pid)
@@ -75,14 +75,14 @@ class RayWorker(Worker):
 
 
 class RayCrew:
-    """A Ray of its own, and actors that one test after the other uses: one takes seconds to start."""
+    """A separate Ray, and actors that one test after the other uses: one takes seconds to start."""
 
     def __init__(self):
         self._ray = ray = pytest.importorskip("ray", reason="this entry needs Ray, which shmsync[ray] brings")
         instead_of_the_last(ray.shutdown)
         ray.init(
             address="local",
-            num_cpus=1,  # so many workers are started for nobody; actors need none
+            num_cpus=1,  # Ray starts so many idle workers; actors need none
             include_dashboard=False,
             log_to_driver=False,
             logging_level="ERROR",

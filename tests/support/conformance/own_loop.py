@@ -37,7 +37,7 @@ def transport_loop(state):
 
 
 def strange_loop(state):
-    """A loop that knows no word, and says so each time."""
+    """A loop that knows no word, and answers each with another one."""
     while state.pipe in connection.wait([state.conn, state.pipe]):
         state.pipe.recv()
         state.pipe.send((None, "what?"))

@@ -27,7 +27,7 @@ from support.faults.interrupts import alarms
 
 
 def receive_until_called(state):
-    """What a worker does while the test asks nothing of it. One without a pipe receives now and then."""
+    """What a worker does between the calls of the test. One without a pipe receives now and then."""
     if not hasattr(state, "models"):
         start_over(state)
     try:
@@ -184,7 +184,7 @@ def pending(state, model_id="policy"):
 
 
 def raw_recv(state):
-    """The next message, for somebody who knows nothing of shmsync; tensors as lists."""
+    """The next message, for a program without shmsync; tensors as lists."""
 
     def plain(value):
         if isinstance(value, tuple):
@@ -290,7 +290,7 @@ def record_pairs(state, first, second):
 
 
 def talk(state):
-    """Messages of its own, one after the other, until the next call."""
+    """Send own messages, one after the other, until the next call."""
     while not state.conn.poll():
         state.pipe.send((None, "busy"))
 
@@ -304,7 +304,7 @@ def receive_in_a_storm(state, seconds):
     return interrupted.landed
 
 
-# ---- a trainer in a process of its own
+# ---- a trainer in a separate process
 
 
 def take_pipes(state):

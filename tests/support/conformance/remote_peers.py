@@ -26,7 +26,7 @@ def begin(state, index, **given):
 
 
 def leave(state):
-    """Forget everything, for the next test; also those who wait at the gate."""
+    """Forget everything, for the next test; also the threads that wait at the gate."""
     if not hasattr(state, "models"):
         peers.start_over(state)  # it was not used
     gate = state.gate
@@ -94,13 +94,13 @@ class Collector:
 
 
 def die_when_applied(state, note):
-    """For those who get weights in a call."""
+    """For workers that get weights in a call."""
     state.note = note
     peers.hold(state, False)
 
 
 def die_at_answer(state, note):
-    """For those who get them at receive()."""
+    """For workers that get them at receive()."""
     receiver = state.receivers["policy"]
     state.note = note
     receiver._transport.inbox.answer = lambda received: die(state)

@@ -1,4 +1,4 @@
-"""A trainer in a process of its own, and what stands for it in the test."""
+"""A trainer in a separate process, and its proxy in the test."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-/* The one function of the NVIDIA driver that shmsync calls by itself. It makes the call on a thread of its own, as the
-   driver does, and waits for its end: who calls with the GIL held finds out whether the function wants it. */
+/* The one function of the NVIDIA driver that shmsync calls directly. It makes the call on a separate thread, as the
+   driver does, and waits for its end: a caller with the GIL held finds out whether the function wants it. */
 #include <pthread.h>
 
 struct call {

@@ -1,12 +1,12 @@
 """A device that has no hardware: memory in pages of the host, streams that do later what they were asked for.
 
 Each stream is a thread. It does one thing after the other, each after a delay that a seed decides; streams wait for
-each other only where follow() says so. A failure comes late: what was asked for before it may be done or not.
+each other only by follow(). A failure comes late: what was asked for before it may be done or not.
 
 For torch its tensors lie on "simulated:0" or "simulated:1", by its index (backend.py). A copy to or from such a one is
 work of the calling thread's current stream; one into the host's memory is done when the call returns. Every other
 operator is carried out at once: the stream is waited for, the CPU computes, and the results are copied back. The stream
-HOST, which is the current one unless on() says otherwise, has done all that it was asked for. kernel() gives other work
+HOST, which is the current one unless on() says otherwise, has always done all its work. kernel() gives other work
 to a stream.
 """
 
@@ -57,7 +57,7 @@ class Simulated:
         self.copies = 0
         self.casts = 0  # tensors that changed their dtype on their way
         self.captured: list[Any] = []  # streams whose work is recorded, not done
-        self.allocated = 0  # how often, so that it is known who publishes
+        self.allocated = 0  # how often: tests find publishers by it
         self._seeds = random.Random(seed)
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._descriptors: dict[int, int] = {}  # of the memory of arenas, by storage
@@ -132,7 +132,7 @@ class Simulated:
                 ctypes.memmove(to, source, size)
             return
         for to, source, size in pieces:
-            half = size // 2  # in two steps, so that a half is seen where nobody waits for the whole
+            half = size // 2  # in two steps, so that a half is seen where no wait is for the whole
             stream.give(lambda to=to, source=source, half=half: ctypes.memmove(to, source, half) and None)
             stream.give(
                 lambda to=to, source=source, half=half, size=size: (
@@ -195,7 +195,7 @@ class Simulated:
         return event.done
 
     def settle(self) -> None:
-        """Wait until all that was asked for is done, so that a section that was left holds nothing."""
+        """Wait until all work is done, so that a section that was left holds nothing."""
         for stream in list(self._streams):
             stream.record().done.wait()
 
@@ -268,7 +268,7 @@ def _synchronize(device: object = None) -> None:
         each.settle()
 
 
-@torch.no_grad()  # each thread has gradients on by itself
+@torch.no_grad()  # each thread starts with gradients on
 def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
     to.copy_(source)
 

@@ -1,7 +1,7 @@
 """Functions of CUDA and of torch.cuda that need no GPU, and mind CUDA's rules. What is called is recorded.
 
 A World is a machine with GPUs; each Proxy is one process on it. Memory of a GPU is memory of the host, streams are
-the threads of simulated.py, which do later what they were asked for. Who breaks a rule of CUDA gets its error
+the threads of simulated.py, which do later what they were asked for. A call that breaks a rule of CUDA gets its error
 code; what real drivers do not notice, but is wrong, fails an assertion.
 """
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .simulated import Simulated
 
 
-_DEPTH = 32  # what a stream has to do at most; who asks for more waits, as with real drivers
+_DEPTH = 32  # what a stream has to do at most; a thread that asks for more waits, as with real drivers
 _HOLDING_THE_GIL = ctypes.PyDLL(None)
 
 
@@ -55,7 +55,7 @@ class Event:
 
 
 class Stream:
-    """A thread that does what it is given, in order. It ends when nobody has the stream any more."""
+    """A thread that does what it is given, in order. It ends when no object refers to the stream any more."""
 
     def __init__(self, device: Simulated, seed: int) -> None:
         self._line: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -72,7 +72,7 @@ class Stream:
 
     @property
     def idle(self) -> bool:
-        """Has it done all that it was given?"""
+        """Has it done all its work?"""
         return self._given == self._done[0]
 
     def record(self) -> Event:
@@ -84,7 +84,7 @@ class Stream:
 def _serve(line: queue.SimpleQueue, device: Simulated, chance: random.Random, done: list[int]) -> None:
     while (work := line.get()) is not None:
         device.delay(chance)
-        if device.failed is None or getattr(work, "__name__", "") == "set":  # who waits for an event must wake
+        if device.failed is None or getattr(work, "__name__", "") == "set":  # threads that wait for an event must wake
             try:
                 work()
             except Exception as error:  # as a kernel that faults
@@ -93,14 +93,14 @@ def _serve(line: queue.SimpleQueue, device: Simulated, chance: random.Random, do
 
 
 class _Host:
-    """The calling thread as a stream: all that it was asked for is done."""
+    """The calling thread as a stream: all its work is done."""
 
 
 HOST = _Host()
 
 
 def on_a_drivers_thread(function: int, ticket: int) -> None:
-    """As a driver calls: on a thread that Python does not know. The GIL is held meanwhile: who asks for it hangs."""
+    """As a driver calls: on a thread that Python does not know. The GIL is held meanwhile: asking for it hangs."""
     thread = ctypes.c_ulong()
     error = _HOLDING_THE_GIL.pthread_create(
         ctypes.byref(thread), None, ctypes.c_void_p(function), ctypes.c_void_p(ticket)

@@ -199,7 +199,7 @@ def check_rows(rows, length=5):
 
 
 class Odd(Counting):
-    """Returns what it is told to, from its resets or its steps; its space is `space`."""
+    """Returns the given values from its resets or its steps; its space is `space`."""
 
     def __init__(self, space, *, reset=None, step=..., reward=1.0, terminated=False, result=None, action=None):
         super().__init__()

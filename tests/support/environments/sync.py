@@ -55,7 +55,7 @@ def patched():
 
 
 class Mixed:
-    """Makes a SyncVectorEnv, then one with a step of its own."""
+    """Makes a SyncVectorEnv, then one with its own step."""
 
     def __init__(self):
         self._made = 0

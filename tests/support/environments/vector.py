@@ -74,7 +74,7 @@ class Vectors:
 
 
 class Through(VectorWrapper):
-    """Changes nothing, and takes no reset_mask: like a simulator that resets by itself."""
+    """Changes nothing, and takes no reset_mask: like a simulator that resets its environments."""
 
     def reset(self, *, seed=None, options=None):
         assert options is None

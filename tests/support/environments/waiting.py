@@ -59,7 +59,7 @@ class OwnThread(Counting):
 
 
 class Forking(Counting):
-    """A simulator in a process of its own, which it forks at each reset from the thread that it lives in."""
+    """A simulator in a separate process, which it forks at each reset from the thread that it lives in."""
 
     def reset(self, **kwargs):
         pipe, theirs = multiprocessing.Pipe(duplex=False)

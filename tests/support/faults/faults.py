@@ -4,7 +4,7 @@
 
 A scenario is a call of shmsync and what must hold afterwards. It runs once to see which system calls it makes, and
 then once for each (system call, error that it can give, position). The call succeeds, or raises a typed error, has
-changed nothing, and works when it is repeated. Nothing leaks, and nobody who lives counts as dead.
+changed nothing, and works when it is repeated. Nothing leaks, and no living process counts as dead.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def inject(scenario, count, seed):
     """Choose cases, and run them. What went wrong, and a line about all."""
     found = chosen(cases_of(scenario), count, seed)
     gc.collect()
-    gc.freeze()  # the million objects of torch are nobody's garbage
+    gc.freeze()  # no collection walks the million objects of torch
     run(scenario, ("open", 0, 0))
     before, failures, outcomes = held(), [], {}
     for case in found:

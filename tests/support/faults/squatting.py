@@ -1,4 +1,4 @@
-"""Ways in which a name in /dev/shm can be somebody else's, or no segment at all."""
+"""Ways in which a name in /dev/shm can belong to another user or program, or be no segment at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from support.processes import segment_path
 
-STRANGER = 12345  # a uid that nobody has
+STRANGER = 12345  # a uid that no user has
 
 
 def link_to_nowhere(path, arena):

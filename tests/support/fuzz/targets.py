@@ -90,7 +90,7 @@ class ManifestBytes(Target):
         for leaf in manifest.leaves:
             assert 0 <= leaf.offset <= leaf.offset + leaf.nbytes <= ROOM, text
             elements = leaf.nbytes // leaf.dtype.itemsize
-            if 0 < elements < 10_000:  # each is at a place of its own among so many, which torch holds it to
+            if 0 < elements < 10_000:  # each element has its own place, as torch shows for so few
                 shown = torch.arange(elements).as_strided(leaf.shape, leaf.strides)
                 assert shown.unique().numel() == elements, text
         assert len(manifest.by_key) == len(manifest.leaves), text
@@ -98,7 +98,7 @@ class ManifestBytes(Target):
 
 
 class SegmentHeader(Target):
-    """Identity, publication, slots, manifest and rows of a control segment, for who attaches and who looks on."""
+    """Identity, publication, slots, manifest and rows of a control segment, for subscribers and inspectors."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -109,7 +109,7 @@ class SegmentHeader(Target):
         self._name = f"{self._pub.name}.fuzzed"
         self._copy = segment_path(self._name)
         self._fd = os.open(self._copy, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        fcntl.flock(self._fd, fcntl.LOCK_SH)  # whoever makes an arena would remove it where its owner is nobody
+        fcntl.flock(self._fd, fcntl.LOCK_SH)  # else a new publisher removes it if no process is its owner
         self._peers = Peers()
 
     def _input(self) -> bytes:

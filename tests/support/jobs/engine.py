@@ -186,7 +186,7 @@ def read_digest(state):
 
 
 def attach_and_tell(handle, conn):
-    """A process of its own, with the handle among its arguments."""
+    """A separate process, with the handle among its arguments."""
     with shmsync.attach(handle) as sub, sub.read() as section:
         conn.send((section.version, int(section.weights["scalar"])))
 

@@ -63,7 +63,7 @@ def same(want: str, got: str, loose: bool) -> bool:
 
 
 class Reader:
-    """Somebody who follows a page in an empty directory."""
+    """A user who follows a page in an empty directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

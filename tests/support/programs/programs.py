@@ -52,7 +52,7 @@ def with_weights(processes, trainer):
 
 
 class Example:
-    """An example that runs as a user would run it, in a directory of its own.
+    """An example that runs as a user would run it, in a separate directory.
 
     Its processes are known by a variable that all of them inherit: those of Ray and of torchrun
     have sessions of their own.
@@ -112,7 +112,7 @@ class Example:
 
 
 class Program:
-    """A Python program of its own: `say()` writes it a line, `hear()` reads one."""
+    """A separate Python program: `say()` writes it a line, `hear()` reads one."""
 
     def __init__(self, source, *arguments, before=()):
         command = [*before, sys.executable, "-c", source, *map(str, arguments)]

@@ -1,4 +1,4 @@
-"""A program on a terminal of its own: a pty of a given size, what it draws, and the keys that are pressed."""
+"""A program on a separate terminal: a pty of a given size, what it draws, and the keys that are pressed."""
 
 from __future__ import annotations
 

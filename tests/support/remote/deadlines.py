@@ -98,7 +98,7 @@ def join(state, timeout):
 
 
 def begin(state, timeout):
-    """init_on_sender() does not wait for anybody."""
+    """init_on_sender() does not wait for any worker."""
 
     def call():
         scheme = DistributedWeightSyncScheme(timeout=timeout)

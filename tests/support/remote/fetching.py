@@ -28,7 +28,7 @@ def logged(state):
 
 
 def block_the_port(state):
-    """Nobody can connect to this process any more to fetch weights, nor go on with it."""
+    """Close the weight server: no worker can connect to this process any more to fetch weights, nor go on with it."""
     (weight_server,) = (each for each in gc.get_objects() if isinstance(each, WeightServer))
     weight_server._end()
 

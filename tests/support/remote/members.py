@@ -60,7 +60,7 @@ class Member:
         self.applied.append(self.receiver.version)
 
     def loop(self):
-        """Receive on a thread of its own, so that the worker still answers the test."""
+        """Receive on a separate thread, so that the worker still answers the test."""
         try:
             while True:
                 if self.receiver.receive(0.1):
@@ -82,7 +82,7 @@ def make_member(state, size, loop=True, **options):
 
 
 def make_member_of_the_group(state, size):
-    """One that is told nothing but its model."""
+    """A member that is given only its model."""
     member = Member(DistributedWeightSyncScheme(timeout=FOR_EVER), size)
     threading.Thread(target=member.loop, daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""Ray runs once in a process: whoever starts it ends the one before, which waited for more tests until then."""
+"""Ray runs once in a process: a new start ends the one before, which waited for more tests until then."""
 
 SYSTEM = {
     "worker_niceness": 0,  # by default Ray's workers come last, behind all tests that run beside these

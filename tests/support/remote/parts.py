@@ -97,7 +97,7 @@ class Fleet:
 
 
 class ElsewhereWorker(Worker):
-    """In a process namespace of its own, as on another machine: its pid says nothing to others there."""
+    """In a separate process namespace, as on another machine: its pid means nothing to others."""
 
     def __init__(self, context):
         super().__init__(context, target=serve_elsewhere)
@@ -300,7 +300,7 @@ def shut_down(state):
 
 
 def count_isends(state):
-    """Note whom each tensor that leaves through the process group is for, and how large it is."""
+    """Note the rank and the size of each tensor that leaves through the process group."""
     real, state.isends = dist.isend, []
 
     def isend(tensor, rank, **kwargs):

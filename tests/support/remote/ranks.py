@@ -1,4 +1,4 @@
-"""A rank in a process of its own, with the worker's end alone: what it does in test_rank_ends.py."""
+"""A rank in a separate process, with the worker's end alone: what it does in test_rank_ends.py."""
 
 from __future__ import annotations
 

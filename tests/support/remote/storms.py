@@ -83,7 +83,7 @@ def make_model(state):
 
 
 def storm_of_initial_weights(state):
-    """Nobody receives meanwhile."""
+    """No worker receives meanwhile."""
     values = iter(range(1, 10**9))
 
     def send():
@@ -94,7 +94,7 @@ def storm_of_initial_weights(state):
 
 
 def storm_of_initial_receipts(state):
-    """Nobody sends meanwhile."""
+    """The trainer does not send meanwhile."""
 
     def receive():
         with contextlib.suppress(TimeoutError):

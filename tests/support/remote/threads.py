@@ -43,7 +43,7 @@ def send_over_one_transport(state, count, rounds):
 
 
 def send_two_models(state, rounds):
-    """Two senders, each on a thread of its own, over one store and one process group."""
+    """Two senders, each on a separate thread, over one store and one process group."""
     one, other = state.senders
 
     def call(sender, size):

@@ -1,4 +1,4 @@
-"""A transport by itself, without a scheme, in processes of remote_parts; and samples of what it may be given."""
+"""A transport without a scheme, in processes of remote_parts; and samples of what it may be given."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from support.weights import fill
 
 
 def leave_a_version(state, value):
-    """What a send leaves that was interrupted when its weights were published here, and nobody knew of them."""
+    """The state after a send that was interrupted when its weights were published here, and before any worker knew."""
     fill(state.model, value)
     sender = state.sender
     stamp = Stamp(sender._packer.session, "policy", sender.version + 1)

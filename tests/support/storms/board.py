@@ -13,7 +13,7 @@ import time
 ROWS, RING = 512, 256
 _FIELDS = ("pid", "command", "phase", "forwards", "torn", "wrong", "backwards", "split", "detail", "changes", "glances")
 _WIDTH = 16 + 2 * RING + 2 * RING
-NOTHING, STOP, EXIT, EXEC, FORK, STRIDE = range(6)  # what a worker is told
+NOTHING, STOP, EXIT, EXEC, FORK, STRIDE = range(6)  # the commands to a worker
 IDLE, RECEIVING, COMPUTING, REFUSED = range(4)  # where it is; refused: no version is whole
 
 
@@ -92,8 +92,8 @@ class Row:
 
 
 def beat(path, stop):
-    """A process that sleeps 5 ms again and again, and notes when it was woken later than that: so late is the machine,
-    with no fault of anybody's."""
+    """A process that sleeps 5 ms again and again, and notes when it was woken later than that: so late is the machine
+    itself."""
     board = Board(path)
     row = board.row(ROWS - 1)
     while not stop.is_set():

@@ -168,7 +168,7 @@ class CollectorStorm(OverCollector):
             self.sky.recovered()
         self.sky.note(f"update to {self._number} -> version {version}, {error!r}, {(end - start) / 1e9:.3f} s")
         self.counts["worker restarts"] += self.collector.stats().restarts - restarts
-        if self.collector.stats().restarts == restarts:  # starting a worker again has a deadline of its own
+        if self.collector.stats().restarts == restarts:  # starting a worker again has a separate deadline
             self.sky.judge.ended("an update", start, end, CALM, machine)
 
     def check(self, batch):

@@ -1,4 +1,4 @@
-"""A trainer and workers on the simulated device, each with a stream of its own, without pause.
+"""A trainer and workers on the simulated device, each with its own stream, without pause.
 
 Every number of a version is its number; kernels look at them when they run, which is after their section.
 `make storm-device` runs a long one, whose readers are processes. A reader looks at a version once or more, and then
@@ -38,7 +38,7 @@ class Counted(NamedTuple):
 
 
 class Plain:
-    """setattr() without a way back, for a process of its own."""
+    """setattr() without a way back, for a separate process."""
 
     setattr = staticmethod(setattr)
 
@@ -156,7 +156,7 @@ def _storm(device, publishes, slots, seed, readers, start):
 
 @contextmanager
 def _alone(seed, longest, without):
-    """The simulated device of a process of its own, with an order taken away if it has a name."""
+    """The simulated device of a separate process, with an order taken away if it has a name."""
     torch.set_num_threads(1)
     with everywhere(seed, longest) as device:
         if without is not None:

@@ -1,4 +1,4 @@
-"""Storms over the bare engine: a Publisher in a process of its own, eight Subscribers that follow it, their troubles.
+"""Storms over the bare engine: a Publisher in a separate process, eight Subscribers that follow it, their troubles.
 
 What happens in a step is decided by the seed and the number of the step alone, whatever came of the steps before: the
 same seed gives the same decisions.
@@ -201,7 +201,7 @@ class EngineStorm:
             yield kind, victim, 0.0
 
     def _throw(self, kind, victim, delay):
-        """Order a trouble; False: it is over already, or there is nobody to have it."""
+        """Order a trouble; False: it is over already, or there is no process to have it."""
         life = self.trainer if victim == WORKERS else self.lives[victim]
         if not life.whole:
             return False

@@ -1,4 +1,4 @@
-"""The two ends of a storm over the engine, each in a process of its own."""
+"""The two ends of a storm over the engine, each in a separate process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 
 
 class Wide(Weather):
-    """The same model in another layout: so many leaves more, which nobody looks at."""
+    """The same model in another layout: so many leaves more, which no check looks at."""
 
     def __init__(self, number, more):
         super().__init__(number)

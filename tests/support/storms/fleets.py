@@ -111,7 +111,7 @@ def call_here(sender, call, kwargs):
 
 
 def call_there(sender, call, kwargs):
-    """The same for a trainer in a process of its own."""
+    """The same for a trainer in a separate process."""
     take(call, sender._trainer.call(run_there, sender.key, call.name, kwargs))
 
 
@@ -142,5 +142,5 @@ FORMS = ("module", "module", "state_dict", "tensordict")
 
 
 def is_remote(sender):
-    """Is it in a process of its own?"""
+    """Is it in a separate process?"""
     return hasattr(sender, "_trainer")

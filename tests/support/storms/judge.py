@@ -9,7 +9,7 @@ from collections import Counter
 from shmsync import AckTimeout, ReaderStalled, WorkerDied
 
 GRACE = 0.1  # seconds beyond a deadline
-CALM = 3.0  # a call with so much time, and nothing done to anybody, returns
+CALM = 3.0  # a call with so much time, and no trouble, returns
 SETTLED = 0.5  # a worker that had applied so long before the deadline was not late
 
 
@@ -90,7 +90,7 @@ class Judge:
             if index not in lives:
                 raise Violation(f"{call} names worker {index}, which it did not go to: {call.error}")
             life = lives[index]
-            if life.reported and not all(each.reported for each in chosen):  # when nobody is left, all are named
+            if life.reported and not all(each.reported for each in chosen):  # when no worker is left, all are named
                 raise Violation(f"{call} names worker {index} a second time: {call.error}")
             seen = life.row.seen(number) if number else None  # 0: each has its own
             if life.untouched(call.start, call.end) and seen is not None:
@@ -139,5 +139,5 @@ def await_computing(life, condition):
 
 
 def _had_it(life, number):
-    """Did it leave by itself, with its work done?"""
+    """Did it exit with its work done?"""
     return life.left and life.row.last()[1] >= max(number, life.least)

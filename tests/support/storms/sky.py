@@ -35,7 +35,7 @@ class Sky:
         self.judge = Judge(self.lateness)
         self._rows = 0
         self._sections = self._glances = 0
-        self._struck = {}  # kinds of trouble, and when, since when no call has reached everybody
+        self._struck = {}  # kinds of trouble, and when, since when no call has reached all workers
         self.recovery = {}  # the longest time in seconds until one did, by kind
         self.pids = set()
 
@@ -64,7 +64,7 @@ class Sky:
         self._struck.setdefault(kind, time.monotonic())
 
     def recovered(self):
-        """A call has reached everybody whom it went to."""
+        """A call has reached all its workers."""
         now = time.monotonic()
         for kind, since in self._struck.items():
             self.recovery[kind] = max(self.recovery.get(kind, 0.0), now - since)

@@ -2,7 +2,7 @@
 
     python -m support.storms.soak --seconds 3600 --seed 7
 
-Each storm is a process of its own. Once all had their turn, the two in which the most happens begin again with other
+Each storm is a separate process. Once all had their turn, the two in which the most happens begin again with other
 seeds, until the time is over: a worker of Ray needs 20 s to come back, one of the engine 0.1 s. With the same seed each
 storm makes the same decisions again. The exit status is 1 when a promise was broken.
 """

@@ -1,4 +1,4 @@
-"""A storm: a trainer and its workers, at whom random troubles are thrown while everything that they promise is checked.
+"""A storm: random troubles hit a trainer and its workers, while everything that they promise is checked.
 
     python -m support.storms.storm --of shared-memory --seconds 600 --seed 7
 

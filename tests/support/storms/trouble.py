@@ -30,7 +30,7 @@ class Life:
     touched: list = field(default_factory=list)  # (from, to) of every trouble; `to` is inf for a death
     dead_since: float = math.inf  # it was dead then, for sure
     stopped_since: float = math.inf  # it stood still then, for sure
-    left: bool = False  # it ended by itself; if it used a version before, that version has reached it
+    left: bool = False  # it exited; if it used a version before, that version has reached it
     reported: bool = False  # the sender has said that it is dead, and leaves it out
     least: int = 0  # the number that its forwards have at least, since an answered send
     sent: set = field(default_factory=set)  # numbers that were sent to it

@@ -1,4 +1,4 @@
-"""A worker in a storm: it receives, computes, and notes on the board what it computed with, until it is told to end."""
+"""A worker in a storm: it receives, computes, and notes on the board what it computed with, until the order to end."""
 
 from __future__ import annotations
 

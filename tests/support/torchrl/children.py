@@ -1,4 +1,4 @@
-"""A process of its own for what may hang."""
+"""A separate process for code that may hang."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.torchrl.parts import server, starting
 
 
 class Child:
-    """A process of its own that runs function(say, *args), and may hang; say(...) is heard here."""
+    """A separate process that runs function(say, *args), and may hang; say(...) is heard here."""
 
     def __init__(self, context, function, args):
         self._ours, theirs = context.Pipe(duplex=False)

@@ -54,7 +54,7 @@ class Tagged(Readable, TensorDictModuleBase):
 
 
 class PlainTagged(Readable, nn.Module):
-    """The same for a module that knows nothing of TensorDicts: its action is the number of the update. TorchRL hands it
+    """The same for a module without TensorDicts: its action is the number of the update. TorchRL hands it
     the version too."""
 
     def __init__(self, tag=0.0, *, pause=0.0):

@@ -41,6 +41,6 @@ def open_files():
 
 
 def assign(policy, tag):
-    """Give this worker's policy tensors of its own, all filled with one number."""
+    """Give this worker's policy private tensors, all filled with one number."""
     for tensor in (*policy.parameters(), *policy.buffers()):
         tensor.data = torch.full_like(tensor, tag)

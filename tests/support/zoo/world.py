@@ -66,7 +66,7 @@ class World:
         return module
 
     def _twin(self):
-        """A module of its own with what the trainer's has now."""
+        """A separate module with the values that the trainer's has now."""
         twin = self.use.make()
         live = {**dict(self.trainer.named_parameters()), **dict(self.trainer.named_buffers())}
         with torch.no_grad():

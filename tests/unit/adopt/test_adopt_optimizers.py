@@ -1,4 +1,4 @@
-"""An optimizer of an adopted module does what it does to a module of its own, and its steps reach the workers."""
+"""An optimizer of an adopted module does what it does to a private module, and its steps reach the workers."""
 
 from __future__ import annotations
 

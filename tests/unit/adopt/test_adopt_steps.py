@@ -191,7 +191,7 @@ def test_an_optimizer_that_would_step_what_is_gone_is_refused(adopted):
         with pytest.raises(shmsync.ProtocolError, match="0.weight, 0.bias, 1.weight, 1.bias of the adopt"):
             optimizer.step()
     assert pub.version == 2  # of the load
-    with pub.update():  # who steps nothing may go on
+    with pub.update():  # an update() without a step may go on
         pass
     with pytest.raises(shmsync.ProtocolError, match="no worker would get its steps"):
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Whatever the words of a control segment say, whoever reads them is told, and reads nothing that lies elsewhere."""
+"""Whatever the words of a control segment say, a reader gets an error, and reads nothing that lies elsewhere."""
 
 import json
 
@@ -161,7 +161,7 @@ def test_what_publishers_write_is_a_manifest(publisher):
 
 
 def test_a_question_that_nobody_asked_changes_no_section(pub, subscriber):
-    """Of an arena without checksums nobody asks what its readers hold."""
+    """The publisher of an arena without checksums does not ask what its readers hold."""
     sub = subscriber(pub)
     write(pub.name, ASKED, b"\xff" * 4)
     assert sub.snapshot().weights["t"][5] == 5

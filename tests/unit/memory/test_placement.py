@@ -25,7 +25,7 @@ def memfd():
 
 
 def policies(mapping_of):
-    """What the kernel says of the mappings of this file; None where it says nothing of nodes."""
+    """What the kernel shows of the mappings of this file; None where it does not name nodes."""
     try:
         with open("/proc/self/numa_maps") as file:
             return [line.split()[1] for line in file if mapping_of in line]

@@ -67,7 +67,7 @@ def test_what_was_given_up_is_gone(sealed):
     sealed.close()
     with pytest.raises(WriterDied, match="given these weights up"):
         pieces_at(place, spans)
-    assert bytes(pieces[0]) == DATA[0]  # whoever maps it keeps it
+    assert bytes(pieces[0]) == DATA[0]  # a process that maps it keeps it
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_nothing_says_to_install_it_from_an_index_before_it_is_there():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
     texts = [name for name in listed if name.endswith((".md", ".py", ".toml", ".yml"))]
     assert texts or not (ROOT / ".git").exists()
-    # With an extra it is for who has it already: pip then adds what the extra needs.
+    # With an extra it is for a user who has the package already: pip then adds what the extra needs.
     said = re.compile(r"pip install (?:-\S+ )*['\"]?shmsync(?![\w.-]*\[)\b")
     assert said.search("run `pip install shmsync`")
     wrong = [

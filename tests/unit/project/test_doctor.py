@@ -38,7 +38,7 @@ def test_this_machine_runs_the_tests_so_nothing_fails_here(capsys):
 
 
 def elsewhere(flags, before, *arguments):
-    """`shmsync doctor` in namespaces of its own: (status, findings by check)."""
+    """`shmsync doctor` in separate namespaces: (status, findings by check)."""
     script = f'{before} || exit 77; exec "$@"'
     command = ["unshare", *flags, "sh", "-c", script, "sh", sys.executable, "-m", "shmsync", "doctor", "--json"]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False, cwd="/")

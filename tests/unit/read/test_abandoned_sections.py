@@ -1,4 +1,4 @@
-"""Sections that nobody can leave any more: their thread ended, or their object is gone. close() gives them up."""
+"""Sections that no thread can leave any more: their thread ended, or their object is gone. close() gives them up."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_close_of_the_publisher_wakes_a_wait_for_acks(publisher, subscriber, wri
 
 @pytest.mark.parametrize("waits_in", ["begin", "wait_for_acks"])
 def test_a_third_thread_does_not_take_the_lock_that_a_wait_gave_up_for_close(publisher, subscriber, waits_in):
-    """close() succeeds, or no waiter is told that the arena is closed."""
+    """close() succeeds, or no waiter gets the error that the arena is closed."""
     pub = publisher({"t": torch.zeros(4)}, timeout=for_ever)
     reader = subscriber(pub, worker=3)
     with reader.read() if waits_in == "begin" else nullcontext():

@@ -1,4 +1,4 @@
-"""snapshot() without out=: one copy into new memory, whose tensors are as if each had been made by itself."""
+"""snapshot() without out=: one copy into new memory, whose tensors are as if each had been made separately."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_each_byte_is_copied_once_and_in_one_call(both, copies, leaves):
     # A tied leaf's second name has its own.
     assert copies == [[leaf.nbytes for leaf in pub._writer.arena.manifest.leaves]]
     assert torch.equal(taken["tied"], given["leaf.0"])
-    for leaf in taken.values(True, True):  # in a storage of its own
+    for leaf in taken.values(True, True):  # each in a separate storage
         assert leaf.untyped_storage().nbytes() == leaf.nbytes and leaf.storage_offset() == 0
 
 

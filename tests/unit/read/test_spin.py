@@ -77,7 +77,7 @@ def test_other_threads_have_the_interpreter_meanwhile(pair):
     go, ran = threading.Event(), []
     other = Call(lambda: (go.wait(), ran.append(True)))
     before = sys.getswitchinterval()
-    sys.setswitchinterval(1000)  # nobody takes the interpreter from this thread: it has to give it
+    sys.setswitchinterval(1000)  # no thread takes the interpreter from this one: it has to give it
     try:
         go.set()
         for _ in range(400):

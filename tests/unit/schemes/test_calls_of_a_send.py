@@ -30,7 +30,7 @@ def counted(work):
 
 
 class Worker(threading.Thread):
-    """Receives in a thread of its own, and counts the calls of each receive() that had news."""
+    """Receives in a separate thread, and counts the calls of each receive() that had news."""
 
     def __init__(self, pipe, index, layers):
         super().__init__(daemon=True)

@@ -266,4 +266,4 @@ def test_a_poll_of_links_does_not_watch_a_pipe_that_has_ended(pipe):
     theirs.close()
     assert LinkPoll({7: link}).wait([], time.monotonic() + SOON) == [(7, True)]
     assert link.take_pending() == [] and link.channel.ended
-    assert LinkPoll({7: link}).wait([], time.monotonic() + SOON) == []  # after a slice, in place of at once for ever
+    assert LinkPoll({7: link}).wait([], time.monotonic() + SOON) == []  # after a slice, and not at once forever

@@ -38,7 +38,7 @@ class Reader:
 
 
 class Sender:
-    """Packs and ships. Its tickets say that whoever fetches is at `where`."""
+    """Packs and ships. Its tickets say that the fetching process is at `where`."""
 
     def __init__(self, where=here):
         self.packer = Packer(shared_from=APART)
@@ -95,7 +95,7 @@ def test_weights_are_fetched_by_views_for_who_only_reads_and_as_a_copy_by_others
     gc.collect()
     weights = fetch(sender.ticket(delivery))
     assert "shmsync-weights" not in mapping_at(weights["a"].data_ptr())[2]
-    weights["a"].fill_(7)  # harms nobody
+    weights["a"].fill_(7)  # harms no other reader
     assert values(fetch(sender.ticket(delivery))) == {3.0}
 
 

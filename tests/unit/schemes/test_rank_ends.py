@@ -270,7 +270,7 @@ def test_a_proved_sender_that_sends_no_messages_is_disconnected_and_harms_nobody
         liar.channel.send(pickle.dumps(wrong))
         with pytest.raises(RuntimeError, match="no message of this scheme"):
             take(inbox)
-        again = posted(liar)  # it connects anew
+        again = posted(liar)  # it connects again
         inbox.answer(take(inbox))
         until(again.finished)
     exchange(inbox, end)

@@ -24,7 +24,7 @@ def two():
 
 
 class Team:
-    """A scheme's sender, and receivers in this process, each with a pipe of its own. `lie`: where their modules are."""
+    """A scheme's sender, and receivers in this process, each with its own pipe. `lie`: where their modules are."""
 
     def __init__(self, scheme, workers, lie=None, **given):
         self.scheme, self.ends, self.receivers = scheme, [multiprocessing.Pipe() for _ in range(workers)], []

@@ -300,7 +300,7 @@ MEASURE = """
     }[kind]
     source = {f"leaf.{i}": make() for i in range(count)}
     shmsync.Publisher({"t": torch.ones(4)}, dtype=torch.bfloat16).close()  # what is loaded and mapped the first time
-    open("/proc/self/clear_refs", "w").write("5")  # the peak is counted anew from here
+    open("/proc/self/clear_refs", "w").write("5")  # the peak is counted from here
     before = status("VmRSS")
     options = {"dtype": torch.bfloat16} if kind == "cast" else {"device": "cpu"} if kind == "device" else {}
     pub = shmsync.Publisher(source, slots=slots, **options)

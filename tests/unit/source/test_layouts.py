@@ -66,7 +66,7 @@ def drawn(rng, dtypes=DTYPES):
 
 
 def changed(rng, weights):
-    """Other values, each in a layout of its own."""
+    """Other values, each in a separate layout."""
     return {key: in_some_order(rng, values(rng, tensor.shape, tensor.dtype)) for key, tensor in weights.items()}
 
 

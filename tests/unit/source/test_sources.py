@@ -16,7 +16,7 @@ def test_tied_leaves_with_different_values_are_refused(both):
     with pytest.raises(shmsync.ManifestMismatch, match="a and b are one tensor in the arena"):
         pub.publish({"a": torch.ones(3), "b": torch.full((3,), 7.0)})
     assert pub.version == 1
-    source = {"a": torch.ones(3), "b": torch.ones(3)}  # equal values are fine, each time anew
+    source = {"a": torch.ones(3), "b": torch.ones(3)}  # equal values are fine, checked each time
     pub.publish(source)
     source["b"][0] = 5
     with pytest.raises(shmsync.ManifestMismatch):

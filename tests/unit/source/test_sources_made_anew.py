@@ -1,4 +1,4 @@
-"""Weights that are made anew for each publish: their plan is found again, and each tensor is still looked at."""
+"""Weights that are new objects for each publish: their plan is found again, and each tensor is still looked at."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_plan_is_found_again_and_every_value_arrives(publisher, made, form, 
         for key, value in module.state_dict().items():
             shown = pub.weights.get(tuple(key.split(".")), None)
             assert shown is None or torch.equal(shown, value.to(shown.dtype)), key
-    compared = form in ("clones", "TensorDict of values")  # tied leaves as two tensors: equal values, each time anew
+    compared = form in ("clones", "TensorDict of values")  # tied leaves as two tensors: values compared each time
     assert len(made) == (8 if compared else 2)
 
 

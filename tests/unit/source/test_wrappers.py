@@ -51,7 +51,7 @@ class Policy(nn.Module):
 
 
 class Head(nn.Module):
-    """Has a child of its own that is called `module`, and nothing else."""
+    """Its only child is called `module`."""
 
     def __init__(self, value=0.0):
         super().__init__()

@@ -83,7 +83,7 @@ class World:
         written = LEAVES if given is None else given
         self.given_since = [known if known is None else known | written for known in self.given_since]
         if not commits:
-            # As bad as it can be: all that could have been written has been, half.
+            # The worst case: everything that could have been written is half written.
             self.wrong[slot] |= pieces | fresh | changed
             self.given_since[slot] = None
             return

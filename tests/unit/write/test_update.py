@@ -75,7 +75,7 @@ def test_an_error_in_the_body_is_not_hidden_by_a_busy_writer():
 
 
 def test_an_update_keeps_its_publisher(subscriber):
-    update = shmsync.Publisher({"w": torch.zeros(3)}).update()  # nobody else has the publisher
+    update = shmsync.Publisher({"w": torch.zeros(3)}).update()  # nothing else has the publisher
     gc.collect()
     with update as weights:
         weights["w"].fill_(1)
@@ -123,7 +123,7 @@ def test_an_update_that_is_over_cannot_be_left_again(publisher, slots):
             pass
         weights["t"].fill_(1)
     assert pub.version == 3
-    with update as weights:  # entered anew
+    with update as weights:  # entered again
         weights["t"].fill_(2)
     assert pub.version == 4
 

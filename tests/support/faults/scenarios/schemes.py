@@ -75,7 +75,8 @@ def send_until_called(state):
         with torch.no_grad():
             for parameter in state.net.parameters():
                 parameter.add_(0.5)
-        # A worker that could not apply it says so, and gets the next version. It lives, so it may not count as dead.
+        # A worker that could not apply it answers with an error, and gets the next version. It lives, so it may not
+        # count as dead.
         with contextlib.suppress(shmsync.AckTimeout, shmsync.NoSpace, shmsync.ArenaNotFound):
             sender.send(timeout=0.2)
             sent += 1

@@ -121,7 +121,7 @@ class Snapshot(WithTrainer):
 
 
 class ReadWhileTheWriterWrites(WithTrainer):
-    """The publisher is inside update(), and lives: nobody may enter."""
+    """The publisher is inside update(), and lives: no reader may enter."""
 
     expected = shmsync.WriterBusy
 
