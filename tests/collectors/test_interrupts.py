@@ -103,7 +103,7 @@ def busy(trainer, place):
 
 
 class Interrupt(BaseException):
-    """As KeyboardInterrupt: tensordict turns an Exception in its constructors into one of its own."""
+    """As KeyboardInterrupt: tensordict turns an Exception in its constructors into its own."""
 
 
 @pytest.mark.parametrize("sync", [True, False])

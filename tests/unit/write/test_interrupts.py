@@ -89,7 +89,7 @@ def test_an_interrupted_writer_can_go_on(both, slots):
             pub.publish()
 
     for _ in range(slots + 1):
-        update()  # makes the TensorDict of each slot: tensordict turns an interrupt in there into an error of its own
+        update()  # makes the TensorDict of each slot: tensordict turns an interrupt in there into its own error
     with interrupted(either, 3000):
         pub.publish(source)
         with sub.read() as section:
