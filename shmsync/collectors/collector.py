@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from ..engine.deadlines import timeout_or_default, timeout_or_none
+from ..engine.deadlines import timeout_or_default, timeout_or_none, whole
 from ..engine.outcome import Outcome
 from ..engine.source.strategy import WeightStrategy
 from ..engine.source.wrappers import state_of
@@ -28,7 +28,7 @@ from ..schemes.arenas.worker_devices import DeviceChoice, WorkerDevices
 from ..schemes.link.gather import WORDING
 from . import buffers
 from .buffers import RESULTS
-from .options import LAST_SEED, CollectorOptions, OnLag, WorkerSpec, check, whole
+from .options import LAST_SEED, CollectorOptions, OnLag, WorkerSpec, check
 from .policy_packing import pack
 from .spaces import DiscreteActions
 from .trainer.batches import Batches

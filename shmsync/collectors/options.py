@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, SupportsIndex
-
-import numpy as np
-import torch
+from typing import Any, Literal
 
 from ..schemes import WeightSyncScheme
 from .spaces import DiscreteActions
 
 OnLag = Literal["warn", "wait", "drop"]
 
-_LARGEST = 1 << 48  # of anything that is counted
 LAST_SEED = 1 << 62  # what Gymnasium, NumPy and torch all take, with room for those of each environment
 
 
@@ -63,24 +58,6 @@ class WorkerSpec:
     seed: int
     rows: tuple[int, int] = (0, 0)  # first and end: its rows of a batch, when its environments are counted
     device: str | None = None  # where the policy computes; None: where it is
-
-
-def whole(name: str, value: SupportsIndex, low: int, high: int = _LARGEST) -> int:
-    """A whole number from `low` to `high`, of any library. Raises TypeError or ValueError for what is none."""
-    boolean = isinstance(value, (bool, np.bool_)) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool)
-    try:
-        if boolean:
-            raise TypeError
-        found = operator.index(value)
-    except TypeError:
-        raise TypeError(
-            f"{name} is a whole number, {low} or more, not {value!r} ({type(value).__name__}); give it as an int"
-        ) from None
-    if found < low:
-        raise ValueError(f"{name} must be {low} or more, not {found}")
-    if found > high:
-        raise ValueError(f"{name} must be {high} or less, not {found}")
-    return found
 
 
 def check(options: CollectorOptions, makers: Sequence[Any]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections import deque
 from dataclasses import dataclass
-from numbers import Integral, Real  # numpy's numbers are among them
+from numbers import Real  # numpy's numbers are among them
+from typing import SupportsIndex
 
 from .. import _native
 
@@ -49,28 +51,31 @@ def timeout_or_none(timeout: float | None) -> float | None:
     return None if timeout is None else check_timeout(timeout)
 
 
+def whole(name: str, value: SupportsIndex, low: int, high: int = 1 << 48, wrong: type[Exception] = TypeError) -> int:
+    """A whole number from `low` to `high`, of any library, as an int.
+
+    Raises ValueError for one that is out of this range, and `wrong` for what is none.
+    """
+    wanted = f"{name} is a whole number from {low:,} to {high:,}"
+    try:
+        if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):  # NumPy's and torch's too
+            raise TypeError
+        found = operator.index(value)
+    except TypeError:
+        raise wrong(f"{wanted}, not {value!r} ({type(value).__name__}); give it as an int") from None
+    if not low <= found <= high:
+        raise ValueError(f"{wanted}, not {_shown(value)}")
+    return found
+
+
 def check_version(version: int) -> int:
     """A version as an int. Raises ValueError unless it is a whole number, 0 or more."""
-    if isinstance(version, bool) or not isinstance(version, Integral) or not 0 <= version <= _native.MAX_VERSION:
-        raise ValueError(f"a version is a whole number, 0 or more, not {version!r}")
-    return int(version)
+    return whole("version", version, 0, _native.MAX_VERSION, ValueError)
 
 
 def check_worker(worker: int) -> int:
     """A worker index as an int. Raises ValueError unless it is from 0 to 2**31 - 1."""
-    if isinstance(worker, bool) or not isinstance(worker, Integral) or not 0 <= worker < 1 << 31:
-        raise ValueError(f"worker is an index from 0 to 2**31 - 1, not {worker!r}")
-    return int(worker)
-
-
-def check_count(name: str, value: int, high: int) -> int:
-    """A number of things as an int. Raises TypeError and ValueError unless it is a whole number from 1 to `high`."""
-    wanted = f"{name} is a whole number from 1 to {high:,}"
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{wanted}, not {value!r}")
-    if not 1 <= value <= high:
-        raise ValueError(f"{wanted}, not {int(value):,} ({value!r})")
-    return int(value)
+    return whole("worker", worker, 0, (1 << 31) - 1, ValueError)
 
 
 SLICE = 0.05  # seconds between two looks at the partner's life

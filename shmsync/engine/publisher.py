@@ -19,7 +19,7 @@ from ..memory.control.segment import Handle
 from ..memory.devices import named
 from .adopt.optimizer_hooks import as_list
 from .arena_writer import ArenaWriter
-from .deadlines import DEFAULT_TIMEOUT, check_count, check_worker, deadline_after, timeout_or_default, timeout_or_none
+from .deadlines import DEFAULT_TIMEOUT, check_worker, deadline_after, timeout_or_default, timeout_or_none, whole
 from .read.snapshot import copied_state
 from .source.arena_device import SAME
 from .source.dtypes import Dtypes, check_dtypes
@@ -89,15 +89,15 @@ class Publisher:
         checksum: bool = False,
         first_version: int = 1,
     ) -> None:
-        first_version = check_count("first_version", first_version, _native.MAX_VERSION)
+        first_version = whole("first_version", first_version, 1, _native.MAX_VERSION)
         check_dtypes(dtype)
         if device is not None and device != SAME:
             named(device)
         self._writer = ArenaWriter(
             weights,
             segment.new_name() if name is None else segment.check_name(name),
-            slots=check_count("slots", slots, _native.MAX_SLOTS),
-            max_readers=check_count("max_readers", max_readers, _native.MAX_READERS),
+            slots=whole("slots", slots, 1, _native.MAX_SLOTS),
+            max_readers=whole("max_readers", max_readers, 1, _native.MAX_READERS),
             device=device,
             dtype=dtype,
             filter=Filter.of(include, exclude),

@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from ..engine.deadlines import whole
 from ..errors import ProtocolError
 
 
@@ -43,13 +44,7 @@ class Arguments:
     def count(self, name: str) -> int | None:
         """What get() finds, as a number of workers. Raises TypeError, ValueError for what is none."""
         value = self.get(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            raise TypeError(f"{name} is a whole number of workers, such as 2, not {value!r}")
-        if value < 0:
-            raise ValueError(f"{name} is a number of workers, such as 2, not {value!r}")
-        return int(value)
+        return None if value is None else whole(name, value, 0)
 
     def reader(self, name: str) -> Callable[[], Any]:
         """Gives the keyword argument, or what the context has at the time of each call; None once that is gone."""

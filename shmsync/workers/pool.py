@@ -13,13 +13,12 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing.connection import wait
-from numbers import Integral
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 
-from ..engine.deadlines import check_count, timeout_or_none
+from ..engine.deadlines import timeout_or_none, whole
 from ..engine.outcome import Failure, RemoteTraceback, listed
 from ..engine.publisher import Publisher, writer_of
 from ..errors import ProtocolError, WorkerDied, WorkerFailed
@@ -159,12 +158,9 @@ class Workers:
         methods = multiprocessing.get_all_start_methods()
         if start_method not in methods:
             raise ValueError(f"start_method is one of {', '.join(methods)}, not {start_method!r}")
-        self._count = check_count("n", n, _MOST)
-        self._threads = check_count("threads", threads, 1 << 16)
-        times: Any = restart
-        if isinstance(times, bool) or not isinstance(times, Integral) or times < 0:
-            raise ValueError(f"restart is a whole number, 0 or more, not {times!r}")
-        self._restarts = int(times)
+        self._count = whole("n", n, 1, _MOST)
+        self._threads = whole("threads", threads, 1, 1 << 16)
+        self._restarts = whole("restart", restart, 0, sys.maxsize, ValueError)
         check_importable(work, start_method)
         self._pub = pub
         self._side = writer_of(pub).side

@@ -95,7 +95,7 @@ def test_logits_are_no_actions(collector):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_workers": 0}, "num_workers must be 1"),
+        ({"num_workers": 0}, "num_workers is a whole number from 1"),
         ({"frames_per_batch": 41}, "use 40"),
         ({"on_lag": "panic"}, "on_lag"),
         ({"env": [Counting]}, "1 functions for 2 workers"),

@@ -89,7 +89,7 @@ def test_receiver_knows_the_index_of_its_worker(scheme, ends):
 
 @pytest.mark.parametrize("index", ["a", -1, True, 1.5], ids=repr)
 def test_worker_idx_that_is_no_index_is_refused(scheme, ends, index):
-    with pytest.raises(ValueError, match=f"worker is an index .*, not {index!r}"):
+    with pytest.raises(ValueError, match=f"worker is a whole number .*, not {index!r}"):
         scheme.init_on_worker("policy", model=Stamped(), worker_idx=index, **ends.worker)
 
 
@@ -97,7 +97,7 @@ def test_worker_idx_that_is_no_index_is_refused(scheme, ends, index):
 def test_registering_a_worker_under_no_index_is_refused(scheme, ends, index):
     scheme.init_on_sender("policy", **ends.sender)
     sender = scheme.get_sender()
-    with pytest.raises(ValueError, match=f"worker is an index .*, not {index!r}"):
+    with pytest.raises(ValueError, match=f"worker is a whole number .*, not {index!r}"):
         sender.register_worker(index, ends.transport)
     assert sender.worker_ids == [0]
 
@@ -105,7 +105,7 @@ def test_registering_a_worker_under_no_index_is_refused(scheme, ends, index):
 @pytest.mark.parametrize("index", ["a", -1, True, 1.5], ids=repr)
 def test_transport_refuses_a_pipe_under_no_index(index):
     transport = SharedMemTransport()
-    with pytest.raises(ValueError, match=f"worker is an index .*, not {index!r}"):
+    with pytest.raises(ValueError, match=f"worker is a whole number .*, not {index!r}"):
         transport.register_pipe(None, index)
     transport.close()
 
