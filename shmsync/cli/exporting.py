@@ -16,10 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import ArenaCorrupt, ArenaNotFound, NoSpace
+from ..errors import ArenaCorrupt, ArenaNotFound
 from ..memory.inspection import manifest_of, ties
 from ..memory.manifest import Manifest
-from ..memory.slab.available import available_bytes
+from ..memory.slab.available import refuse_too_large
 from ..memory.strides import contiguous
 from .completion import complete_names
 from .inspecting import find
@@ -110,12 +110,8 @@ def _check_room(name: str, manifest: Manifest) -> None:
     A process that takes more than there is, is killed.
     """
     permuted = sum(leaf.nbytes for leaf in manifest.leaves if leaf.strides != contiguous(leaf.shape))
-    needed, left = 2 * manifest.used_bytes + permuted, available_bytes()
-    if needed > left:
-        raise NoSpace(
-            f"a checkpoint of arena {name!r} needs {needed:,} bytes for a moment, but {left:,} are available to "
-            "this process (machine and cgroup); free some"
-        )
+    what = f"the copies that make a checkpoint of arena {name!r}"
+    refuse_too_large(2 * manifest.used_bytes + permuted, what, "free some")
 
 
 def _manifest(sub: Subscriber, name: str) -> Manifest:

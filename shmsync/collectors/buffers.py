@@ -9,10 +9,9 @@ from typing import NamedTuple
 import torch
 from tensordict import TensorDict
 
-from ..errors import NoSpace
 from ..memory.arena import nested, view
 from ..memory.manifest import Key, Manifest
-from ..memory.slab.available import available_bytes
+from ..memory.slab.available import refuse_too_large
 from ..memory.system.calls import refusals
 from ..memory.torch_modes import run_plainly
 
@@ -66,16 +65,6 @@ def check_room(leaves: Leaves, rows: int, steps: int) -> int:
     needed = BUFFERS * _manifest(leaves, rows, steps).slot_bytes
     refuse_too_large(needed, f"{BUFFERS} batches of {rows * steps:,} frames", "use a smaller frames_per_batch")
     return needed
-
-
-def refuse_too_large(needed: int, what: str, cure: str) -> None:
-    """Raise NoSpace where the memory that is left does not suffice for so many bytes."""
-    available = available_bytes()
-    if needed > available:
-        raise NoSpace(
-            f"{what} need {needed:,} bytes but {available:,} are available to this process (machine and cgroup), and "
-            f"nothing was taken; {cure}"
-        )
 
 
 def create(leaves: Leaves, rows: int, steps: int) -> tuple[Buffers, int]:

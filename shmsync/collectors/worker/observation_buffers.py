@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from ...errors import DataMismatch
 from ...memory.manifest import Key
+from ...memory.slab.available import refuse_too_large
 from .. import spaces
-from ..buffers import frame, refuse_too_large
+from ..buffers import frame
 from ..env_values import fit
 
 OBSERVATION: Key = ("observation",)

@@ -17,7 +17,7 @@ import torch
 
 from ... import _native
 from ...errors import ArenaCorrupt, DeviceFailed, ForkedHandle, NoSpace, ProtocolError
-from ..slab.available import available_bytes
+from ..slab.available import refuse_too_large
 from ..torch_modes import plainly
 from .blocks import Block, Blocks
 from .calls import EVENT_NO_TIMING, HOST_PORTABLE, STREAM_NON_BLOCKING, Answer, CudaCalls, TorchSide
@@ -104,12 +104,8 @@ class Gpu:
 
     def staging(self, size: int) -> torch.Tensor:
         """As in Device: memory whose pages stay where they are, so that the device copies from it without the CPU."""
-        available = available_bytes()
-        if size > available:
-            raise NoSpace(
-                f"copying from the host to {self.name} needs {size:,} bytes of the host's memory, and {available:,} "
-                "are available to this process; publish weights that are on the GPU, or use a smaller dtype="
-            )
+        cure = "publish weights that are on the GPU, or use a smaller dtype="
+        refuse_too_large(size, f"copies from the host to {self.name}", cure)
         if size == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         doing = f"getting {size:,} bytes of the host's memory for copies"

@@ -11,12 +11,25 @@ from pathlib import Path
 
 import psutil
 
+from ...errors import NoSpace
+
 _UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 for "no limit"
 
 
 def available_bytes(*, proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that can be allocated now: the least that the machine and the enclosing cgroups (v1 or v2) have left."""
     return min([psutil.virtual_memory().available, *cgroup_room(proc, root)])
+
+
+def refuse_too_large(needed: int, what: str, cure: str) -> int:
+    """The bytes that are available. Raises NoSpace if `what` needs more of them; `cure`: the next step."""
+    available = available_bytes()
+    if needed > available:
+        raise NoSpace(
+            f"{what} need {needed:,} bytes but {available:,} are available to this process (machine and cgroup), and "
+            f"nothing was taken; {cure}"
+        )
+    return available
 
 
 def cgroup_room(proc: Path, root: Path) -> list[int]:

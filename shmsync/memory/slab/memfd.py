@@ -31,10 +31,10 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ... import _native
-from ...errors import ArenaCorrupt, NoSpace, WriterDied
+from ...errors import ArenaCorrupt, WriterDied
 from ..system.calls import close, refusals
 from ..system.process import me, owner_word, pid_of
-from .available import available_bytes
+from .available import refuse_too_large
 
 if TYPE_CHECKING:
     import torch
@@ -85,12 +85,7 @@ class _Memfd:
 
     def __init__(self, size: int, fill: Callable[[int], object], seals: int) -> None:
         whole, token = size + TOKEN, os.urandom(TOKEN)
-        available = available_bytes()
-        if whole > available:
-            raise NoSpace(
-                f"weights to send need {whole:,} bytes but {available:,} are available to this process (machine and "
-                "cgroup); free some, or send fewer weights or a smaller dtype"
-            )
+        refuse_too_large(whole, "weights to send", "free some, or send fewer weights or a smaller dtype")
         with refusals("making room for weights"):
             fd = os.memfd_create("shmsync-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             self._closing = weakref.finalize(self, close, fd)

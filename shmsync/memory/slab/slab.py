@@ -16,7 +16,7 @@ from ...errors import ArenaCorrupt, ArenaNotFound, NoSpace, WriterDied
 from ..system.calls import close
 from ..system.process import Peer, pid_of
 from . import memfd, placement
-from .available import available_bytes
+from .available import refuse_too_large
 
 if TYPE_CHECKING:
     import torch
@@ -52,12 +52,8 @@ def create(slots: int, slot_bytes: int, session: bytes, name: str) -> Slab:
     `name`: its arena's, by which /proc/<pid>/maps and lsof show it, and for what is said of a fault in it.
     """
     needed = slab_bytes(slots, slot_bytes)
-    available = available_bytes()
-    if needed > available:
-        raise NoSpace(
-            f"{slots} slot(s) of {slot_bytes:,} bytes need {needed:,} bytes but {available:,} are available to this "
-            "process (machine and cgroup); use fewer slots, a smaller dtype=, or exclude= what workers do not need"
-        )
+    cure = "use fewer slots, a smaller dtype=, or exclude= what workers do not need"
+    available = refuse_too_large(needed, f"{slots} slot(s) of {slot_bytes:,} bytes", cure)
     file = _File(os.memfd_create(f"shmsync:{name}"[:_NAME_BYTES], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     fd = file.fd
     with ExitStack() as undo:
