@@ -12,7 +12,6 @@ NOT_READY = 600
 CAPTURES = range(900, 909)  # what a stream that is being captured, or one beside it, refuses
 CAPTURE_ELSEWHERE = 906  # asked of the default stream while a stream that blocks it is being captured
 
-_DRIVER = "is the NVIDIA driver running, and of a version that the installed CUDA supports? see `nvidia-smi`"
 _RESTART = "CUDA cannot be used in this process any more; end it, and look for the kernel that failed before this call"
 _SHARING = (
     "trainer and workers must see the same GPU, and in containers share ipc and pid namespaces (--ipc, --pid); "
@@ -21,43 +20,24 @@ _SHARING = (
 
 # What to do about codes that mean the same wherever they come from.
 _CURES = {
-    1: "this is an error in shmsync, or memory that has been freed; please report it",
-    3: _DRIVER,
-    4: "this process is ending",
     17: "the memory was freed, or belongs to another process",
     34: "a stub of libcuda is loaded instead of the driver's; take the stubs out of LD_LIBRARY_PATH",
     35: "the driver is older than cuda-bindings; install those of the driver's version: pip install 'cuda-bindings<13'",
-    36: "the driver is older than this call; install a newer one",
     46: "another process uses the GPU alone (nvidia-smi -c DEFAULT lets several use it)",
-    49: "another library has made a CUDA context that does not fit; let torch be the first to use the GPU",
     100: "no GPU is visible; look at CUDA_VISIBLE_DEVICES, and in a container at --gpus",
-    101: "fewer GPUs are visible; look at CUDA_VISIBLE_DEVICES",
-    127: _DRIVER,
-    201: "the CUDA context of this process is gone; was cudaDeviceReset() called?",
     205: _SHARING,
     206: _SHARING,
-    208: "the memory is open in this process already, by other means than shmsync's; close it there",
     214: "the GPU's memory has an error that cannot be corrected; see `nvidia-smi -q -d ECC`, and use another GPU",
     217: "the two GPUs cannot reach each other's memory; let trainer and worker use the same GPU",
-    220: "a link between GPUs has failed; see `nvidia-smi nvlink -e`",
     304: "the system refused something to the driver; see the kernel's log, and in containers " + _SHARING,
     400: "a stream or an event was destroyed while it was used, or is of another device",
-    704: "peer access was switched on elsewhere; this is no fault of the arena",
-    709: "the CUDA context of this process is gone; was cudaDeviceReset() called?",
-    711: "the GPU has as many peers as it can have; let trainer and worker use the same GPU",
-    800: "a callback of this process calls CUDA, or the system does not allow the call",
     801: _SHARING,
-    802: "the fabric manager is not ready; see `systemctl status nvidia-fabricmanager`",
     803: "driver and libcuda are of different versions; in a container, mount the host's",
-    804: "the driver is older than libcuda, and this GPU has no forward compatibility; update the driver",
     805: "the MPS server cannot be reached; is nvidia-cuda-mps-control running, with this CUDA_MPS_PIPE_DIRECTORY?",
-    806: "the MPS server has failed; start it again",
-    807: "the MPS server is not ready; try again",
     808: "the MPS server has as many clients as it can have; use fewer workers",
-    809: "the MPS server has no connection left for this device; use fewer workers",
     810: "another client of the MPS server failed, which ends all of them; restart trainer and workers",
-    999: _DRIVER,
 }
+_OTHERS = "see whether `nvidia-smi` shows the driver running; docs/gpu.md lists what shmsync needs of it"
 _LOST = (226, 700, 702, 710, *range(714, 720), 721)  # the context has failed for good
 
 
@@ -88,14 +68,14 @@ def refused(doing: str, error: CudaError, device: str, needed: int | None = None
         return NoSpace(f"{text}{amount}; use fewer slots, a smaller dtype=, or free memory of the GPU")
     if error.code in _LOST:
         return DeviceFailed(f"{text}; {_RESTART}")
-    return DeviceFailed(f"{text}; {_CURES.get(error.code, 'see docs/gpu.md')}{''.join(_surroundings(error.code))}")
+    return DeviceFailed(f"{text}; {_CURES.get(error.code, _OTHERS)}{''.join(_surroundings(error.code))}")
 
 
 def not_opened(error: CudaError, device: str) -> ShmSyncError:
     """The error for memory of another process that could not be opened."""
     if error.code in _LOST or error.code in CAPTURES or error.code == OUT_OF_MEMORY:
         return refused("opening the memory of another process", error, device)
-    cure = _CURES.get(error.code, _SHARING) if error.code not in (1, 17, 400) else _SHARING
+    cure = _CURES.get(error.code, _SHARING) if error.code not in (17, 400) else _SHARING
     return ArenaNotFound(
         f"the memory that the publisher has on {device} could not be opened: {error}. Either the publisher has just "
         f"ended, then attach to its new arena; or it cannot be shared: {cure}{''.join(_surroundings(error.code))}"

@@ -22,7 +22,7 @@ from ..torch_modes import plainly
 from .blocks import Block, Blocks
 from .calls import EVENT_NO_TIMING, HOST_PORTABLE, STREAM_NON_BLOCKING, Answer, CudaCalls, TorchSide
 from .causes import CAPTURE_ELSEWHERE, NOT_READY, CudaError, not_opened, refused
-from .handle_format import SlabHandle, named, unpacked
+from .handle_format import SlabHandle, unpacked
 from .streams import GpuEvent, GpuStream, stream_or_event
 
 # CUDA cuts smaller allocations out of a block of this size, and a handle shares the whole block.
@@ -92,8 +92,6 @@ class Gpu:
     def open(self, handle: bytes, size: int) -> torch.UntypedStorage:
         """As in Device. The same memory is mapped once in a process, however often it is opened."""
         given = unpacked(handle)
-        if given.uuid != self._uuid:
-            raise ArenaCorrupt(f"the memory lies on {named(given.uuid)}, but {self.name} is {named(self._uuid)}")
         if given.size != size:
             raise ArenaCorrupt(f"the memory of the publisher has {given.size:,} bytes, but its arena needs {size:,}")
         with self._here():
