@@ -26,33 +26,10 @@ except ImportError:
 
 from importlib import import_module as _import_module
 
+from . import errors as _errors
 from . import schemes as _schemes
 from ._native import ReadSection
-from .errors import (
-    AckTimeout,
-    ArenaCorrupt,
-    ArenaExists,
-    ArenaNotFound,
-    ClosedError,
-    DataMismatch,
-    DeviceBusy,
-    DeviceFailed,
-    ForkedHandle,
-    ManifestMismatch,
-    NoSpace,
-    NotDelivered,
-    Poisoned,
-    ProtocolError,
-    PublishTimeout,
-    ReaderStalled,
-    ReaderTableFull,
-    ShmSyncError,
-    SubscriberBusy,
-    WorkerDied,
-    WorkerFailed,
-    WriterBusy,
-    WriterDied,
-)
+from .errors import *  # noqa: F403
 from .memory.control.segment import Handle
 from .memory.system.process import ProcessState
 
@@ -69,44 +46,22 @@ if _TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AckTimeout",
-    "ArenaCorrupt",
-    "ArenaExists",
-    "ArenaNotFound",
-    "ClosedError",
-    "DataMismatch",
-    "DeviceBusy",
-    "DeviceFailed",
-    "ForkedHandle",
     "Handle",
     "Latency",
-    "ManifestMismatch",
-    "NoSpace",
-    "NotDelivered",
-    "Poisoned",
     "ProcessState",
     "Proof",
-    "ProtocolError",
-    "PublishTimeout",
     "Publisher",
     "PublisherStats",
     "ReadSection",
     "ReaderInfo",
-    "ReaderStalled",
-    "ReaderTableFull",
-    "ShmSyncError",
     "Snapshot",
     "Subscriber",
-    "SubscriberBusy",
     "SubscriberStats",
     "VersionStamp",
-    "WorkerDied",
-    "WorkerFailed",
     "Workers",
-    "WriterBusy",
-    "WriterDied",
     "attach",
 ]
+__all__ += _errors.__all__
 __all__ += _schemes.__all__
 
 

@@ -33,6 +33,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+__all__ = [
+    "AckTimeout", "ArenaCorrupt", "ArenaExists", "ArenaNotFound", "ClosedError", "DataMismatch", "DeviceBusy",
+    "DeviceFailed", "ForkedHandle", "ManifestMismatch", "NoSpace", "NotDelivered", "Poisoned", "ProtocolError",
+    "PublishTimeout", "ReaderStalled", "ReaderTableFull", "ShmSyncError", "SubscriberBusy", "WorkerDied",
+    "WorkerFailed", "WriterBusy", "WriterDied",
+]  # fmt: skip
+
 # Where the pages of the documentation are, as pyproject.toml says it too. It stands here because an error may be about
 # a process that can open no file any more.
 DOCUMENTATION = "https://github.com/shmsync/shmsync/blob/main/docs"
