@@ -7,8 +7,7 @@ carry weights beside a message: `Sealed` is written once, `Reusable` again and a
 
 The mapping of a storage belongs to torch, so the tensors over it are real shared tensors, and it lives exactly as long
 as the last of them; it keeps no descriptor. For a read-only mapping torch first maps a dummy file of equal size; then
-the memfd is mapped over it. Where torch cannot map a file, a plain mmap is used: equally zero-copy and read-only, but
-torch does not know that the tensors are shared.
+the memfd is mapped over it.
 
 Functions that call torch import it themselves: the command line takes what lies in slab.py without torch.
 
@@ -20,10 +19,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import mmap
 import os
-import warnings
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -47,9 +45,6 @@ _FIXED = SEAL_SEAL | SEAL_SHRINK | SEAL_GROW
 _ALIGNMENT = 64  # bytes
 _AT_ONCE = 64 << 20  # bytes of one write, so that an interrupt is noticed
 _MADV_POPULATE_READ = 22  # since Linux 5.14
-
-_log = logging.getLogger("shmsync")
-_fallback_logged = False
 
 
 class MemfdAt(NamedTuple):
@@ -262,14 +257,13 @@ def map_shared(fd: int, size: int) -> torch.UntypedStorage:
     close(next_free)
     try:
         return cast("torch.UntypedStorage", torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", True, size))
-    except RuntimeError as error:  # without an errno: if the system refuses this too, it says why
+    except RuntimeError as error:  # its text ends with the errno, as "(12)"
         # torch leaves the file open when it cannot map it. Nothing else of this process has this one open yet.
         with suppress(OSError):
             if os.path.sameopenfile(next_free, fd):
                 close(next_free)
-        storage = over(mmap.mmap(fd, size))
-        log_fallback(error)
-        return storage
+        number = re.search(r"\((\d+)\)", str(error))
+        raise OSError(int(number[1]) if number else errno.ENOMEM, str(error)) from error
 
 
 def map_readonly(fd: int, size: int) -> torch.UntypedStorage:
@@ -282,27 +276,3 @@ def map_readonly(fd: int, size: int) -> torch.UntypedStorage:
         close(dummy)
     _native.map_readonly_over(storage.data_ptr(), size, fd)
     return storage
-
-
-def over(mapping: mmap.mmap) -> torch.UntypedStorage:
-    """A storage over a plain mapping."""
-    import torch
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # "the buffer is not writable", which is intended
-        return torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
-
-
-def log_fallback(error: BaseException) -> None:
-    """Say once that torch makes no shared storages."""
-    global _fallback_logged
-    if not _fallback_logged:
-        import torch
-
-        _fallback_logged = True
-        _log.warning(
-            "torch %s does not let shmsync make a shared storage (%s); using a plain mapping: as safe and zero-copy, "
-            "but is_shared() is False",
-            torch.__version__,
-            error,
-        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import logging
 import os
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import torch
 
 import shmsync
 from shmsync.memory.slab import available as _memory
-from shmsync.memory.slab import memfd
 from shmsync.memory.slab import slab as _slab
 from support.faults.forged import write
 from support.processes import descriptors, segment_path
@@ -79,19 +77,13 @@ def test_an_arena_has_one_descriptor_in_its_publisher_and_none_in_a_subscriber(p
     assert descriptors() == before
 
 
-def test_without_torchs_shared_storages_a_plain_mapping_serves(both, monkeypatch, caplog):
+def test_a_mapping_that_torch_refuses_is_a_lack_of_memory(monkeypatch):
     def refuse(*_):
-        raise RuntimeError("not in this torch")
+        raise RuntimeError("unable to map it")
 
     monkeypatch.setattr(torch.UntypedStorage, "from_file", refuse)
-    monkeypatch.setattr(memfd, "_fallback_logged", False)
-    with caplog.at_level(logging.WARNING, logger="shmsync"):
-        pub, sub = both({"t": torch.ones(4)})
-    assert len(caplog.records) == 1
-    assert sub.weights["t"].tolist() == [1] * 4
-    pub.publish({"t": torch.zeros(4)})
-    assert sub.refresh()
-    assert sub.weights["t"].tolist() == [0] * 4
+    with pytest.raises(shmsync.NoSpace, match="unable to map it"):
+        shmsync.Publisher({"t": torch.ones(4)})
 
 
 def test_alignment(publisher):
