@@ -35,7 +35,6 @@ class SenderEnd:
         self._awaited: dict[Tag, bool] = {}  # in the order in which they were sent; False: no send waits any more
         self._results: dict[Tag, Result] = {}
         self.highest: dict[str, int] = {}  # by model: the newest version that any sender sent over this pipe
-        self._unmatched: list[tuple[Any, str]] = []  # answers to messages that were not sent from here
         self._tags = False  # has the worker shown that its answers carry tags?
         self.reaches = False  # and that it can open what this process has?
         self._in_arenas: dict[str, int] = {}  # the newest version of a model that is answered by (model, version)
@@ -152,10 +151,6 @@ class SenderEnd:
         with self.lock:
             return next((tag for tag, wanted in self._awaited.items() if wanted), None)
 
-    def unmatched(self) -> tuple[Any, str] | None:
-        """The next answer to a message that was not sent from here."""
-        return self._unmatched.pop(0) if self._unmatched else None
-
     def pump(self) -> None:
         """Write what can be written, read what is there."""
         channel = self.channel
@@ -216,8 +211,6 @@ class SenderEnd:
             self._foreign = foreign
         elif strange:
             channel.pending += (message,)
-        elif tag is None and result is None and reason is None:
-            self._unmatched += (message,)
         if tag is not None and tag in awaited:
             if reason is not None and wanted:
                 self._reasons[tag] = reason

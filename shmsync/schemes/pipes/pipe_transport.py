@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from typing import Any
 
 from ...engine.deadlines import deadline_after, timeout_or_default
-from ...engine.outcome import Outcome, Wording
-from ...errors import ProtocolError
 from ..link import messages
 from ..link.connection import Channel
-from ..link.gather import LinkPoll, forget, gather
+from ..link.gather import forget, gather
 from ..link.send_lock import SendLock, hold_all
 from ..link.sender_end import Link, unexpected
 from ..link.worker_end import WorkerEnd
 from .pipe_carrier import PipeCarrier, Posted
-
-_WORDING = Wording(
-    "its own loop sends it",
-    sent="was awaited",
-    do="send it",
-    doing="sending it",
-    after_death="Start another worker in its place",
-    after_lateness="Give more time with timeout=",
-)
 
 
 class PipeTransport:
@@ -88,9 +76,10 @@ class PipeTransport:
             forget(each.links, each.tags)
 
     def check_ack(self, message: str = "updated") -> None:
-        """Wait for the worker's next answer, which should be `message`.
+        """Wait for the answer to the oldest weights that were sent, which should be `message`.
 
-        Raises WorkerDied, AckTimeout, the worker's exception, or RuntimeError for another answer; pending() has that.
+        Raises WorkerDied, AckTimeout, the worker's exception; RuntimeError when none is awaited, or for another answer,
+        which pending() has then.
         """
         links = self._links()
         if len(links) != 1:
@@ -99,8 +88,7 @@ class PipeTransport:
         deadline = deadline_after(None, self.timeout)
         tag = link.end.oldest()
         if tag is None:
-            _check_word(index, link, message, deadline)
-            return
+            raise RuntimeError("no send is pending; call send_weights_async() first")
         self._posted.clear()
         outcome = gather({index: link}, {index: [tag]}, deadline, any_word=True)
         if message != messages.UPDATED and outcome.failed.get(index) == unexpected(message):
@@ -137,36 +125,6 @@ class PipeTransport:
         for link in self._own_links.values():
             found += link.take_pending()
         return found
-
-
-def _check_word(index: int, link: Link, word: str, deadline: float) -> None:
-    """Wait for the answer to a message that the trainer's own loop has sent."""
-    outcome, end = Outcome(_WORDING), link.end
-    watch = LinkPoll({index: link})
-    while True:
-        gone, over = link.dead, time.monotonic() >= deadline  # before the last look
-        if not link.channel.closed:
-            end.pump()
-        if (answer := end.unmatched()) is not None or end.channel.pending:
-            found = repr(end.channel.pending[-1]) if answer is None else repr(answer[1])
-            if answer is None or answer[1] != word:
-                raise RuntimeError(
-                    f"expected the answer {word!r} but got {found} from worker {index}; let it answer with "
-                    f"send_ack({word!r}), or expect what it answers"
-                )
-            return
-        if end.channel.garbage:
-            raise ProtocolError(
-                f"worker {index} has sent {end.channel.garbage}; its pipe is lost, register it again with a new one",
-                missing=[index],
-            )
-        if gone:
-            outcome.dead[index] = str(link)
-        elif over:
-            outcome.add_late({index: link.peer})
-        outcome.check(f"the answer {word!r}", None)
-        watch.renew(index, link)
-        watch.wait([index], deadline)
 
 
 class WorkerTransport(PipeTransport):

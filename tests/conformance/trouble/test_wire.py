@@ -119,6 +119,14 @@ def test_check_ack_waits_for_its_word_and_refuses_another(pipe, wanted):
         assert ours.pending() == [(None, "loaded")]
 
 
+@pytest.mark.parametrize("call", ["wait_ack", "check_ack"])
+def test_no_answer_is_awaited_when_nothing_was_sent(pipe, call):
+    ours, theirs = MPTransport(pipe[0]), MPTransport(pipe[1])
+    theirs.send_ack("updated")
+    with pytest.raises(RuntimeError, match=r"no send is pending; call send_weights_async\(\)"):
+        getattr(ours, call)()
+
+
 def test_wait_ack_ends_at_the_transports_deadline(pipe):
     ours = MPTransport(pipe[0], timeout=0.05)
     ours.send_weights_async("policy", {})
