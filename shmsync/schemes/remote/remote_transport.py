@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ...engine.deadlines import deadline_after, timeout_or_default, timeout_or_none
-from ..link.send_lock import TransportLock
+from ..link.send_lock import SendLock, hold_all
 from .packed_weights import Packer
 from .remote_carrier import Carrier
 from .remote_requests import Answered, Call, Destination, RemoteSend, Step
@@ -33,7 +33,7 @@ class RemoteTransport(Destination, ABC):
 
     def __init__(self, carrier: Carrier, timeout: float | None) -> None:
         self.timeout = timeout_or_default(timeout, DEFAULT_TIMEOUT)
-        self._transport_lock = TransportLock(f"this {type(self).__name__}")
+        self._send_locks = [SendLock()]
         self._carrier = carrier
         self._packer = Packer(carrier.piece_bytes, shared_from=carrier.shared_from)
         self._sent = 0
@@ -65,14 +65,14 @@ class RemoteTransport(Destination, ABC):
         when another thread's send lasted until the deadline, or this one is in the middle of one.
         """
         deadline = deadline_after(timeout, self.timeout)
-        with self._transport_lock.hold(deadline):
+        with hold_all(self._send_locks, deadline, "send_weights"):
             sending, model_id = self._begin(model_id, weights, deadline)
             self._end(sending, model_id, deadline)
 
     def send_weights_async(self, model_id: Any = _NONE, weights: Any = _NONE) -> None:
         """Send, or as long as an earlier send is not answered, wait with that for wait_ack()."""
         deadline = deadline_after(None, self.timeout)
-        with self._transport_lock.hold(deadline):
+        with hold_all(self._send_locks, deadline, "send_weights_async"):
             self._pending = self._begin(model_id, weights, deadline)
 
     def wait_ack(self, *, timeout: float | None = None) -> None:
@@ -82,7 +82,7 @@ class RemoteTransport(Destination, ABC):
             timeout: seconds; None is the transport's.
         """
         deadline = deadline_after(timeout, self.timeout)
-        with self._transport_lock.hold(deadline):
+        with hold_all(self._send_locks, deadline, "wait_ack"):
             if self._pending is None:
                 raise RuntimeError("no send is pending; call send_weights_async() first")
             (sending, model_id), self._pending = self._pending, None

@@ -27,7 +27,7 @@ from ...errors import PublishTimeout, ShmSyncError, WriterDied
 from ...memory.slab.memfd import MemfdAt, map_reusable
 from ...memory.torch_modes import run_plainly
 from ..link.proved import NONCE, PROOF, proof
-from ..link.send_lock import TransportLock
+from ..link.send_lock import SendLock, TryHold
 from .location import Site
 from .packed_weights import unpack, views_will_do
 from .remote_requests import Unreached
@@ -41,7 +41,7 @@ class _Connection:
     """A connection to one weight server. One thread at a time fetches over it."""
 
     def __init__(self, at: WeightServerAddress, deadline: float) -> None:
-        self.lock = TransportLock(f"the connection to {at.host}:{at.port}")
+        self.lock = SendLock()
         self.ended = False
         self._leases: list[int] = []  # numbers of buffers that are read in place
         self._socket = _connected(at, min(deadline, time.monotonic() + _CONNECT))
@@ -205,7 +205,7 @@ def fetch(ticket: FetchTicket) -> Any:
     deadline = time.monotonic() + ticket.seconds
     for _ in range(2):  # a connection of before may have been cut since
         line = _line_to(ticket.weight_server, deadline)
-        with line.lock.hold(deadline, refuse=False) as hold:
+        with TryHold(line.lock, deadline) as hold:
             if not hold.taken:
                 raise _late(ticket)
             try:

@@ -17,6 +17,7 @@ from ....engine.source.dtypes import Dtypes
 from ....engine.source.strategy import Form, WeightStrategy
 from ....engine.subscriber import Consistency
 from ...context_args import Arguments
+from ...link.send_lock import TryHold
 from ..delivery import DeliveryCarrier
 from ..location import Site, here
 from ..packed_weights import Stamp
@@ -369,7 +370,7 @@ class DistributedReceiver(RemoteReceiver):
         inbox = None if self._transport is None else self._transport.inbox
         if inbox is None or self.subscriptions.inside_section(self._model_id):
             return False
-        with inbox.lock.hold(deadline, refuse=False) as hold:
+        with TryHold(inbox.lock, deadline) as hold:
             message = inbox.next(deadline) if hold.taken else None
             if message is None:
                 return False

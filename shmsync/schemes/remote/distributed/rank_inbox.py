@@ -22,7 +22,7 @@ from ....errors import ProtocolError, WriterDied
 from ...link.connection import Channel
 from ...link.door import Door, DoorKeeper
 from ...link.proved import PROOF
-from ...link.send_lock import TransportLock
+from ...link.send_lock import SendLock, TryHold
 from ...link.serial_executor import GRACE, Task
 from ..location import here
 from ..packed_weights import Announcement, Label, unpack
@@ -58,7 +58,7 @@ class Inbox:
         self._store, self._rank = store, rank
         self._keeper = DoorKeeper()
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.lock = TransportLock(f"the end of rank {rank}")  # held from taking a message to answering it
+        self.lock = SendLock()  # held from taking a message to answering it
         self._waiting: deque[tuple[Channel, RankMessage]] = deque()  # read, and not taken
         self._received: Received | None = None  # and not answered
         self._given: Received | None = None  # what receive_weights() has returned, until acknowledge() answers it
@@ -133,7 +133,7 @@ class Inbox:
 
         acknowledge() answers. What applying them raises is the answer too, and raises here.
         """
-        with self.lock.hold(deadline, refuse=False) as hold:
+        with TryHold(self.lock, deadline) as hold:
             with self._answering:
                 given = self._given
             received = self.next(deadline, after=given) if hold.taken else None
