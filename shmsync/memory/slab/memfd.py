@@ -24,12 +24,12 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ... import _native
-from ...errors import ArenaCorrupt, WriterDied
+from ...errors import ArenaCorrupt, ShmSyncError, WriterDied
 from ..system.calls import close, refusals
 from ..system.process import me, owner_word, pid_of
 from .available import refuse_too_large
@@ -174,30 +174,32 @@ def reachable(owner: int) -> bool:
 
 
 @contextmanager
-def opened_at(place: MemfdAt, seals: int) -> Iterator[int]:
-    """A descriptor of what lies there, when it is what was told, and has these seals at least.
+def opened_at(
+    place: MemfdAt, seals: int, what: str, gone: Callable[[OSError | None], ShmSyncError], end: int = TOKEN
+) -> Iterator[int]:
+    """A descriptor of `what` lies there, when it is what was told, and has these seals at least.
 
-    Raises WriterDied when the maker is gone or has given it up, ArenaCorrupt for what is not as it was told, NoSpace.
+    `end`: where the token begins, in bytes from the end. Raises what `gone` makes when the maker is gone or has given
+    it up, with the error if it may not be opened; ArenaCorrupt for what is not as it was told, NoSpace.
     """
-    try:
-        fd = os.open(f"/proc/{pid_of(place.owner)}/fd/{place.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (FileNotFoundError, ProcessLookupError, PermissionError) as error:
-        raise _gone(place) from error
-    except OSError:
-        with refusals("opening the weights of the sender"):
-            raise
+    maker = pid_of(place.owner)
+    with refusals(f"opening {what}"):
+        try:
+            fd = os.open(f"/proc/{maker}/fd/{place.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (FileNotFoundError, ProcessLookupError, PermissionError) as error:
+            raise gone(error) from error
     try:
         status = os.fstat(fd)
         if status.st_ino != place.inode:  # the descriptor's number was used again
-            raise _gone(place)
+            raise gone(None)
         found = seals_of(fd)
-        if found & seals != seals or status.st_size != place.size or place.size < TOKEN:
+        if found & seals != seals or status.st_size != place.size or place.size < end:
             raise ArenaCorrupt(
-                f"the weights of pid {pid_of(place.owner)} have seals {found:#x} and {status.st_size:,} bytes, but "
-                f"{seals:#x} and {place.size:,} were announced; run the same version of shmsync on both sides"
+                f"{what} of pid {maker} has seals {found:#x} and {status.st_size:,} bytes, but {seals:#x} and "
+                f"{place.size:,} were announced; run the same version of shmsync on both sides"
             )
-        if os.pread(fd, TOKEN, place.size - TOKEN) != place.token:
-            raise _gone(place)
+        if os.pread(fd, len(place.token), place.size - end) != place.token:
+            raise gone(None)
         yield fd
     finally:
         close(fd)
@@ -208,7 +210,7 @@ def pieces_at(place: MemfdAt, spans: Sequence[tuple[int, int]]) -> list[memoryvi
 
     Raises WriterDied when the maker is gone or has given them up, ArenaCorrupt for what is not as it was told, NoSpace.
     """
-    with opened_at(place, _FIXED | SEAL_WRITE) as fd:
+    with _weights_at(place, SEAL_WRITE) as fd:
         end = place.size - TOKEN
         before = 0
         for begin, until in spans:
@@ -228,7 +230,7 @@ def map_reusable(place: MemfdAt) -> torch.UntypedStorage:
 
     Raises WriterDied when the maker is gone or has given it up, ArenaCorrupt for what is not as it was told, NoSpace.
     """
-    with opened_at(place, _FIXED | SEAL_FUTURE_WRITE) as fd, refusals("mapping the weights of the sender"):
+    with _weights_at(place, SEAL_FUTURE_WRITE) as fd, refusals("mapping the weights of the sender"):
         storage = map_readonly(fd, place.size)
     address = storage.data_ptr()
     weakref.finalize(storage, _native.unwatch_faults, address).atexit = False
@@ -242,11 +244,14 @@ def _write(fd: int, piece: memoryview, at: int) -> None:
         done += os.pwrite(fd, piece[done : done + _AT_ONCE], at + done)
 
 
-def _gone(place: MemfdAt) -> WriterDied:
-    return WriterDied(
-        f"the sender (pid {pid_of(place.owner)}) has died, or has given these weights up, before they were read; they "
-        "come again with its next send"
-    )
+def _weights_at(place: MemfdAt, seal: int) -> AbstractContextManager[int]:
+    def gone(error: OSError | None) -> WriterDied:
+        return WriterDied(
+            f"the sender (pid {pid_of(place.owner)}) has died, or has given these weights up, before they were read; "
+            "they come again with its next send"
+        )
+
+    return opened_at(place, _FIXED | seal, "the memory of weights", gone)
 
 
 def map_shared(fd: int, size: int) -> torch.UntypedStorage:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import weakref
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ... import _native
-from ...errors import ArenaCorrupt, ArenaNotFound, NoSpace, WriterDied
+from ...errors import ArenaNotFound, NoSpace, WriterDied
 from ..system.calls import close
 from ..system.process import Peer, pid_of
 from . import memfd, placement
@@ -124,49 +125,24 @@ def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes,
 
     `name`: its arena's, for what is said of a fault in it.
     """
-    path = f"/proc/{pid_of(owner)}/fd/{fd}"
-    try:
-        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError as error:
-        raise _gone(owner) from error
-    except PermissionError as error:
-        raise ArenaNotFound(
-            f"{path} may not be opened by uid {os.getuid()}; run the worker as the user of pid {pid_of(owner)}"
-        ) from error
-    try:
-        status = os.fstat(opened)
-        if status.st_ino != inode:  # the descriptor's number was reused
-            raise _gone(owner)
-        if status.st_size != expected_bytes:
-            raise ArenaCorrupt(
-                f"the slab of pid {pid_of(owner)} has {status.st_size:,} bytes but its header says {expected_bytes:,}; "
-                "both sides must run the same shmsync version"
-            )
-        if status.st_uid != os.getuid() and os.getuid() != 0:
+    place = memfd.MemfdAt(owner, fd, inode, expected_bytes, session)
+    with memfd.opened_at(place, _SEALS, f"the slab of arena {name!r}", partial(_gone, owner), STAMP_BYTES) as opened:
+        if (uid := os.fstat(opened).st_uid) != os.getuid() and os.getuid() != 0:
             raise ArenaNotFound(
-                f"the slab of arena {name!r} belongs to uid {status.st_uid} but this is uid {os.getuid()}; run both "
-                "sides as one user"
-            )
-        seals = memfd.seals_of(opened)
-        if seals & _SEALS != _SEALS:
-            raise ArenaCorrupt(
-                f"the slab of arena {name!r} has seals {seals:#x} but {_SEALS:#x} are needed: it is no slab of "
-                f"shmsync; see what process {pid_of(owner)} is, and restart the publisher"
-            )
-        stamp = os.pread(opened, len(session), expected_bytes - STAMP_BYTES)
-        if stamp != session:
-            raise ArenaCorrupt(
-                f"the slab of arena {name!r} has session {stamp.hex()} but the header says {session.hex()}; restart "
-                "the publisher, and attach again"
+                f"the slab of arena {name!r} belongs to uid {uid} but this is uid {os.getuid()}; run both sides as one "
+                "user"
             )
         slab = Slab(memfd.map_readonly(opened, expected_bytes), None, -1, inode)
         _explain_faults(slab.readonly, expected_bytes, name)
         return slab
-    finally:
-        close(opened)
 
 
-def _gone(owner: int) -> WriterDied | ArenaNotFound:
+def _gone(owner: int, error: OSError | None) -> WriterDied | ArenaNotFound:
+    if isinstance(error, PermissionError):
+        return ArenaNotFound(
+            f"{error.filename} may not be opened by uid {os.getuid()}; run the worker as the user of pid "
+            f"{pid_of(owner)}"
+        )
     if not Peer(owner=owner).dead:
         return ArenaNotFound(f"the publisher (pid {pid_of(owner)}) has closed this arena; attach to its new one")
     return WriterDied(f"the publisher (pid {pid_of(owner)}) is gone, and its weights with it; restart it")
