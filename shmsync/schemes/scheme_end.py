@@ -12,10 +12,21 @@ from typing_extensions import Self
 class SchemeEnd:
     """What the sender and the receiver of a model have in common."""
 
+    _copied = False  # it came out of a pickle, without the workers or the sender of the original
+
     def __init__(self, scheme: Any) -> None:
         self._scheme = scheme
         self._strategy = scheme.make_strategy()
         self._model_id = "policy"
+        self._begin()
+
+    def _begin(self) -> None:
+        kept = set(vars(self))
+        self._start_here()
+        self._only_here = vars(self).keys() - kept
+
+    def _start_here(self) -> None:
+        """Make what belongs to this process. A copy and a pickle leave out these attributes, and make them anew."""
         self._context_ref: weakref.ref[Any] | None = None
 
     def _set_context(self, context: Any) -> None:
@@ -38,7 +49,9 @@ class SchemeEnd:
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_context_ref": None}
+        return {name: value for name, value in vars(self).items() if name not in self._only_here}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._copied = True
+        self._begin()

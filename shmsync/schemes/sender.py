@@ -34,16 +34,19 @@ class WeightSender(SchemeEnd):
 
     def __init__(self, scheme: Any) -> None:
         super().__init__(scheme)
-        self.given_model: Any = None  # what init_on_sender(model=) got; None: nothing
         self._model_names: tuple[str, ...] = ()  # under which the context may have it, if not under the id
+        self._version = 0
+
+    @override
+    def _start_here(self) -> None:
+        super()._start_here()
+        self.given_model: Any = None  # what init_on_sender(model=) got; None: nothing
         self._processes: dict[int, Any] = {}  # of workers that are being registered
         self._transports: dict[int, Any] = {}
-        self._version = 0
         self._pending: Any = None  # what _post() gave a send_async()
         self._sums = SentSums()
         self._send_locks = SendLock()
         self._call_states: dict[int, CallState] = {}  # of transports with blocking calls, by worker
-        self._copied = False  # it came out of a pickle, without the workers of the original
 
     @property
     def _context(self) -> Any:
@@ -346,17 +349,3 @@ class WeightSender(SchemeEnd):
 
     def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
         return chosen_workers(worker_ids, self.worker_ids)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Pipes and contexts belong to this process: a copy has to register its own workers.
-        return {
-            **super().__getstate__(),
-            "given_model": None,
-            "_pending": None,
-            "_transports": {},
-            "_processes": {},
-            "_sums": SentSums(),
-            "_send_locks": SendLock(),
-            "_call_states": {},
-            "_copied": True,
-        }

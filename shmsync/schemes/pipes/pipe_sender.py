@@ -24,8 +24,12 @@ class PipeSender(WeightSender):
 
     def __init__(self, scheme: Any) -> None:
         super().__init__(scheme)
-        self.carrier: PipeCarrier = scheme.create_carrier()
         self.default_timeout = scheme.timeout
+
+    @override
+    def _start_here(self) -> None:
+        super()._start_here()
+        self.carrier: PipeCarrier = self._scheme.create_carrier()
 
     @property
     @override
@@ -110,10 +114,3 @@ class PipeSender(WeightSender):
     @override
     def _collect(self, posted: Posted, deadline: float) -> None:
         self.carrier.collect(posted, deadline)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in super().__getstate__().items() if key != "carrier"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.carrier = self._scheme.create_carrier()

@@ -37,12 +37,11 @@ class RemoteReceiver(WeightReceiver):
         scheme: the RemoteScheme that makes it.
     """
 
-    def __init__(self, scheme: Any) -> None:
-        super().__init__(scheme)
+    @override
+    def _start_here(self) -> None:
+        super()._start_here()
         self._stamp: Stamp | None = None
-        self._start()
-
-    def _start(self) -> None:
+        self._version = 0
         self._applying = threading.Lock()
         self._news: TimedQueue[None] = TimedQueue()  # a Condition may stay locked after an interrupt
         self._closed = False
@@ -147,13 +146,3 @@ class RemoteReceiver(WeightReceiver):
         subscriber = self.subscriptions.get(self._model_id)
         with contextlib.nullcontext() if subscriber is None else subscriber.read():
             super().prove(question)
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        for name in ("_applying", "_news", "_handle", "subscriptions"):
-            state.pop(name)
-        return {**state, "_stamp": None, "_version": 0}  # a copy has not got them
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._start()

@@ -127,11 +127,10 @@ class RemoteSender(WeightSender):
     _scheme: RemoteScheme
     _transports: dict[int, RemoteTransport]
 
-    def __init__(self, scheme: RemoteScheme) -> None:
-        super().__init__(scheme)
-        self._start()
-
-    def _start(self) -> None:
+    @override
+    def _start_here(self) -> None:
+        super()._start_here()
+        self._version = 0
         scheme = self._scheme
         self._carrier = scheme.create_carrier()
         self._packer = Packer(self._carrier.piece_bytes, shared_from=self._carrier.shared_from)
@@ -299,13 +298,3 @@ class RemoteSender(WeightSender):
     def default_timeout(self) -> float:  # type: ignore[override]
         """Of a call without timeout=, in seconds: the scheme's."""
         return self._scheme.timeout
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        for name in ("_carrier", "_packer", "_roster", "_fan_out", "_owed", "_given"):
-            state.pop(name)
-        return {**state, "_version": 0}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._start()
