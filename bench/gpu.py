@@ -4,8 +4,8 @@
     make bench BENCH=gpu ARGS=--dry-run      what it would do; needs no GPU
     make bench BENCH=gpu ARGS="--largest 256MB --workers 1,2"
 
-Rows, for each size and number of workers, of 64 equal tensors; and from 256 MB on, for one worker, of tensors in number
-and proportion like those of two language models, of an 8B Llama (291) and of a mixture of experts (18,867):
+Rows, for each size and number of workers, with 64 equal tensors. From 256 MB on, also for one worker with tensors in
+the number and proportions of an 8B Llama (291) and of a mixture of experts (18,867):
     publish       publish(wait=[]) of weights on the GPU, beside a copy of as many bytes on the GPU (the floor)
     trainer       how long the trainer's thread stands still in publish(); the copy goes on behind it
     update        an update() that changes one value, which should not grow with the size
@@ -50,7 +50,7 @@ def llama() -> list[int]:
 
 
 def mixture() -> list[int]:
-    """Numbers of elements of a mixture of experts as Qwen3-30B-A3B: 48 layers of 128 experts."""
+    """Numbers of elements of a mixture of experts like Qwen3-30B-A3B: 48 layers of 128 experts."""
     wide, heads, vocabulary = 2048, 4096, 151_936
     attention = [wide * heads, wide * heads // 8, wide * heads // 8, heads * wide, 128, 128, wide, wide]
     layer = [*attention, wide * 128, *[wide * 768] * 3 * 128]
@@ -62,7 +62,7 @@ CONTEXT = multiprocessing.get_context("spawn")  # a forked child may not use CUD
 
 
 def weights(size: int, device: str, proportions: list[int] = EQUAL) -> dict[str, torch.Tensor]:
-    """Tensors of float32 in these proportions, of so many bytes in all, or somewhat more where one would be empty."""
+    """Tensors of float32 in these proportions, of about `size` bytes in all, none of them empty."""
     whole, words = sum(proportions), size // 4
     return {
         f"layer{number}": torch.ones(max(1, words * each // whole), device=device)

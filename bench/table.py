@@ -55,7 +55,7 @@ def run(name: str, section: Section, seconds: float, patience: float) -> list[Ro
 
 
 def measure(names: list[str], seconds: float, patience: float | None) -> dict[str, Any]:
-    """Run section after section. Time that one does not need is for those after it; the deadline of all is fixed."""
+    """Run the sections one after the other. Unused time goes to later sections; the common deadline stays."""
     began = time.monotonic()
     whole = sum(SECTIONS[name].seconds for name in names)
     end = began + seconds * whole / sum(each.seconds for each in SECTIONS.values())

@@ -21,5 +21,5 @@ elif __name__ == "torchrl":
     _spec = PathFinder.find_spec(__name__, _elsewhere)
     if _spec is None or _spec.loader is None:
         raise ModuleNotFoundError(f"No module named {__name__!r}", name=__name__)
-    sys.modules[__name__] = module_from_spec(_spec)  # importers get the module that is here in the end
+    sys.modules[__name__] = module_from_spec(_spec)  # import returns what this holds afterwards
     _spec.loader.exec_module(sys.modules[__name__])

@@ -7,7 +7,7 @@
 #     tools/gpu_first_contact.sh test       tests/gpu
 #     tools/gpu_first_contact.sh measure    make bench BENCH=gpu: build/gpu/gpu.md
 #
-# The last three need a GPU. Without one they report it, and exit with 0.
+# The last three need a GPU. Without one they print that there is none, and exit with 0.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}

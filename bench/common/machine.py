@@ -28,12 +28,12 @@ def busy(seconds: float = 0.3) -> float:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of orphans from here on, whatever their group is."""
+    """Become the parent of descendants whose parents have exited, whatever their process group is."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end(process: subprocess.Popen[bytes], patience: float = 5.0) -> None:
-    """End the process, which may end its children first; kill those that are left."""
+    """Terminate the process, and kill every descendant of this one that is left after at most `patience` seconds."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:

@@ -43,7 +43,7 @@ class Row:
 
     @property
     def is_bad(self) -> bool:
-        """Is the row a failure, or did it have wrong bytes?"""
+        """Did the row fail, have wrong bytes, or go unchecked?"""
         return (
             self.trouble.startswith(FAILED) or (not self.trouble and not self.check) or self.check.startswith("WRONG")
         )

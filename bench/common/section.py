@@ -26,7 +26,7 @@ def main() -> None:
     name, _, function = module.partition(":")
     rows = getattr(importlib.import_module(name), function or "rows")
     gc.collect()
-    gc.freeze()  # no row pays for objects of the imports
+    gc.freeze()  # later collections skip the objects of the imports
     with Path(result).open("a") as file:
         for row in rows(Clock(float(seconds), time.time() - float(started))):
             file.write(json.dumps(row.as_json()) + "\n")

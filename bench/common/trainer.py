@@ -20,7 +20,7 @@ class Trainer:
         self.start()
 
     def start(self) -> None:
-        """Start the process, again after its end."""
+        """Start the process; call it again after the process has ended."""
         context, target, arguments = self._made_by
         self.trouble: str | None = None  # why it no longer takes part
         self._conn, theirs = context.Pipe()
@@ -32,7 +32,7 @@ class Trainer:
         self._conn.send(command)
 
     def answer(self, patience: float | None) -> Any:
-        """The answer to the oldest command. After TimeoutError, EOFError or RuntimeError it takes no more commands."""
+        """The answer to the oldest command. After TimeoutError, EOFError or RuntimeError send no more commands."""
         if not self._conn.poll(patience):
             raise TimeoutError("hung")
         state, answer = self._conn.recv()

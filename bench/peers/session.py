@@ -101,7 +101,7 @@ def _work(make: Callable[..., Reader], pipe: Connection, hold: Callable[[], None
     torch.set_num_threads(1)
     more_files()
     reader = make(pipe, hold, *arguments)
-    gc.freeze()  # no round pays for objects of the imports
+    gc.freeze()  # later collections skip the objects of the imports
     try:
         while True:
             reader.wait()

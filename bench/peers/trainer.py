@@ -138,7 +138,7 @@ def main() -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     peer = PeerTrainer(getattr(importlib.import_module(module), name))
-    gc.freeze()  # no round pays for objects of the imports
+    gc.freeze()  # later collections skip the objects of the imports
     CONTEXT.set_forkserver_preload([module])
     first = CONTEXT.Process(target=int)
     first.start()  # and with it the fork server, which imports

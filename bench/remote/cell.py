@@ -60,7 +60,7 @@ def build(size: str) -> nn.Module:
 
 
 def measure(contestants: dict[str, Contestant], module: nn.Module, size: str, seconds: float) -> dict[str, Any]:
-    """Rounds in which each contestant sends; the first one changes with each. The checksums come before and after."""
+    """Run rounds in which each contestant sends, another one first each time. Checksums come before and after."""
     for _ in range(2):  # the first send makes connections and arenas
         check(contestants, module)
     samples: dict[str, list[float]] = {name: [] for name in contestants}
@@ -83,7 +83,7 @@ def measure(contestants: dict[str, Contestant], module: nn.Module, size: str, se
 
 
 def check(contestants: dict[str, Contestant], module: nn.Module) -> None:
-    """Exit if, after a send of a contestant, a worker or the trainer has other weights than those that were sent."""
+    """Raise SystemExit unless every worker and the trainer have the sent weights after each contestant's send."""
     for name, contestant in contestants.items():
         models.randomize(module)
         expected = models.digest(models.tensors(module))
@@ -98,7 +98,7 @@ def main() -> None:
     engine, nodes, workers, seconds, result, *sizes = sys.argv[1:]
     torch.set_num_threads(1)
     cell = importlib.import_module(f"remote.over_{engine}").Cell(int(nodes), int(workers))
-    gc.freeze()  # no round pays for objects of the imports
+    gc.freeze()  # later collections skip the objects of the imports
     rows = []
     try:
         for size in sizes:

@@ -76,7 +76,7 @@ class Collectors:
 
 
 def join(rank: int, workers: int, store: Any) -> Callable[[], None]:
-    """Join the group for TorchRL's scheme, and RPC. A worker answers each command of its pipe with None."""
+    """Join the group for TorchRL's scheme, and RPC. Returns a worker's answer to the commands of its pipe: None."""
     join_group(rank, workers, store)
     port = int(store.get("rpc").decode())
     where, patience = f"tcp://127.0.0.1:{port}", PATIENCE.total_seconds()

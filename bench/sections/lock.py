@@ -1,7 +1,7 @@
 """What most people write first: module.share_memory() and one multiprocessing.Lock.
 
 Either each forward holds the lock, or a worker that sees a new number copies the weights for itself under the lock and
-computes outside of it. The trainer writes every 5 ms. All turns alternate in the same workers.
+computes outside of it. The trainer writes every 5 ms. All contestants take turns in the same workers.
 """
 
 from __future__ import annotations

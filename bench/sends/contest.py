@@ -69,7 +69,7 @@ class Workers:
 
 def _work(size: str, control: Connection, receive: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # no send pays for objects of the imports
+    gc.freeze()  # later collections skip the objects of the imports
     module = models.build(size)
     weights: dict[str, Any] = {"of": lambda: models.tensors(module)}
     thread = threading.Thread(target=_received, args=(receive, module, weights, arguments), daemon=True)

@@ -89,8 +89,10 @@ class Contestant(Trainer):
         super().__init__(CONTEXT, trainer.main, *CONTESTANTS[name])
 
     def ask(self, command: str, *arguments: Any) -> Any:
-        """The answer; None when it is in trouble, perhaps since now: TorchRL's schemes wait forever for a dead
-        worker."""
+        """The answer; None when the contestant is in trouble, perhaps since this command.
+
+        TorchRL's schemes wait forever for a dead worker.
+        """
         self.tell(command, *arguments)
         return self.receive()
 

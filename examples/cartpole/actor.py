@@ -72,7 +72,7 @@ def collect(reader: Reader, envs: CartPoles, rollout: Rollout, draw: np.random.G
 
 
 def act(job: Job, sub: shmsync.Subscriber) -> None:
-    """Collect and announce rollouts until EOFError or OSError: the learner's end is closed."""
+    """Collect and announce rollouts until the learner closes its end: then EOFError or OSError comes."""
     envs = CartPoles(ENVIRONMENTS, job.seed)
     draw = np.random.default_rng(job.seed)
     reader = Reader(sub, optimistic=job.consistency == "optimistic")

@@ -251,7 +251,8 @@ void bind_sources(nb::module_& m) {
         return surely_plain(object.ptr());
       },
       "object"_a, nb::sig("def surely_plain(object: object) -> bool"),
-      "Is it a tensor of plain CPU memory that is there, in any order? False is inconclusive: ask it.");
+      "Is it a tensor of plain CPU memory that is there, in any order? False is inconclusive: then ask the tensor "
+      "itself.");
   m.def("set_exchange_table", &set_exchange_table, "tensor_type"_a,
         nb::sig("def set_exchange_table(tensor_type: type) -> bool"),
         "Use the DLPack exchange table of this type. False: it has none, and no other one is used.");

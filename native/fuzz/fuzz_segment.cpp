@@ -80,7 +80,7 @@ void scribble(Arena& arena, Input& input) {
       arena.slots[input.byte() % arena.slot_count].seq = input.word<std::uint64_t>();
       break;
     case 3:
-      arena.rows[0].want = input.byte() == 1;  // a writer gives a waiting reader 2 ms: seldom, or little else is tried
+      arena.rows[0].want = input.byte() == 1;  // rarely: the writer then waits 2 ms for the reader
       input.over(static_cast<void*>(&arena.rows[input.byte() % arena.row_count]), offsetof(ReaderRow, want));
       break;
     case 4:

@@ -92,7 +92,7 @@ void put_right(int, siginfo_t*, void*) {
   mprotect(const_cast<char*>(g_at), kRegion, PROT_READ | PROT_WRITE);
 }
 
-// As faulthandler does: give the signal back to the handler before, and raise it again.
+// As faulthandler does: restore the previous handler, and raise the signal again.
 struct sigaction g_previous;
 void raise_again(int number, siginfo_t*, void*) {
   sigaction(number, &g_previous, nullptr);

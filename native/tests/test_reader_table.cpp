@@ -80,7 +80,7 @@ void a_question_is_answered_once() {
   CHECK(memory.table[0].answer.load() == 0);
 }
 
-// Not the ack of the row's owner before, nor of an owner in the middle of the look.
+// Neither the ack of the previous owner, nor of one that came and went during the look.
 void an_owner_without_an_index_yet_has_no_ack() {
   Memory memory(1, 1);
   CHECK(memory.table.claim(reader_id(0), 3) == 0u);

@@ -54,9 +54,9 @@ def timeout_or_none(timeout: float | None) -> float | None:
 def whole(name: str, value: SupportsIndex, low: int, high: int = 1 << 48, wrong: type[Exception] = TypeError) -> int:
     """A whole number from `low` to `high`, of any library, as an int.
 
-    Raises ValueError for one that is out of this range, and `wrong` for what is none.
+    Raises ValueError for one that is out of this range, and `wrong` for anything else.
     """
-    if type(value) is int and low <= value <= high:  # each wait for a version asks
+    if type(value) is int and low <= value <= high:  # the fast path: each wait for a version comes here
         return value
     wanted = f"{name} is a whole number from {low:,} to {high:,}"
     try:

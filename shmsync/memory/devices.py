@@ -48,7 +48,7 @@ class Streams(Protocol):
         """Is what this stream is given now only recorded, to be done later, perhaps more than once (a CUDA graph)?"""
 
     def wait(self, stream: Stream, seconds: float) -> bool:
-        """Wait until the stream's present work is done; False: it is not, after so many seconds. 0 asks only."""
+        """Wait until the stream's present work is done; False: it is not, after so many seconds. 0: do not wait."""
 
     def check(self) -> None:
         """Raise DeviceFailed if the device has failed, so that what it was asked for may never be done."""

@@ -34,8 +34,8 @@ class TransportBackend(Protocol):
     `check_ack(message="updated")`, `check_connection()`, `forget_posted()`.
 
     wait_ack() takes one answer, the oldest. After a send that was late the next one calls it once more for each answer
-    that is still to come. A transport whose answers name their message, so that wait_ack() itself passes over old ones,
-    has forget_posted(): called before a send, it says that no call waits for earlier messages.
+    that is still to come. A transport whose answers name their message, so that its wait_ack() skips old ones, has
+    forget_posted(). It is called before a send, when no call waits for earlier messages.
     """
 
     def send_weights(self, model_id: str, weights: Any) -> None:

@@ -26,7 +26,7 @@ class SchemeEnd:
         self._only_here = vars(self).keys() - kept
 
     def _start_here(self) -> None:
-        """Make what belongs to this process. A copy and a pickle leave out these attributes, and make them anew."""
+        """Set the attributes that belong to this process. Copies and pickles leave them out, and set them again."""
         self._context_ref: weakref.ref[Any] | None = None
 
     def _set_context(self, context: Any) -> None:

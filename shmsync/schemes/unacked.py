@@ -170,7 +170,7 @@ class Unacked:
         folded: list[SentPart] = []
         for position, part in enumerate(self._parts):
             newer = self._parts[position + 1 :]
-            # A worker that has refused a part may still have it before it in a newer message.
+            # A newer message that a refusing worker has not answered may still contain this part.
             if (
                 not newer
                 or part.unanswered

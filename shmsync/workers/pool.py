@@ -129,7 +129,7 @@ class Workers:
     Without a `with`, as in a notebook, call `start()` and `close()`. Before that, calls of `pub` that would wait for
     these workers raise ProtocolError.
 
-    Waits of the workers' Subscribers have no separate limit: the trainer's death ends them, and so does leaving.
+    Waits of the workers' Subscribers have no timeout: they end when the trainer dies or leaves the `with`.
     Worker `rank` draws other random numbers than the others: torch, random and numpy are seeded with
     `torch.initial_seed() + rank`.
 

@@ -66,9 +66,9 @@ constexpr bool may_be_same_owner(std::uint64_t a, std::uint64_t b) {
   return a >> kImageBits == b >> kImageBits && (image_of(a) == image_of(b) || image_of(a) == 0 || image_of(b) == 0);
 }
 
-// An image from what exec sets and nothing else changes: where code, stack, data and heap of the program begin. Never
-// 0; but 0 if one of the words is 0 or 1. The kernel shows these to readers without permission, for a process that
-// has no memory any more, and in the middle of an exec.
+// An image from what exec sets and nothing else changes: where code, stack, data and heap of the program begin. 0
+// means unknown: one of the words is 0 or 1. The kernel shows such words to processes without permission, for a process
+// that has no memory any more, and in the middle of an exec.
 template <class Words>
 constexpr std::uint64_t image_from(const Words& words) {
   std::uint64_t mixed = 0x9e3779b97f4a7c15;

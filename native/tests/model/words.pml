@@ -1,7 +1,7 @@
 /* The shared words (layout.hpp), what a process does to them in one step, and the ghosts.
 
    The model is sequentially consistent: every step is one load, one store or one read-modify-write, and
-   a fence is nothing. ../litmus checks whether the orderings make the real machine behave so.
+   a fence has no effect. ../litmus checks whether the orderings make the real machine behave so.
 
    STEP(x)  (readers) and WSTEP(x) (the writer): do x, or be killed just before it, forever.
    A death is final and any process can establish it (a pidfd); `dead` stands for nothing else. */

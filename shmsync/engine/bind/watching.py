@@ -1,8 +1,8 @@
 """What would take a bound module's tensors out of the arena, or make another module of them: a typed error, at once.
 
 The parameters of a bound module move with the version, and its sections cover its own calls alone. So a trace, an
-export or a shallow copy of it would compute with weights that change, unprotected. Only copy.deepcopy() makes a private
-module; it runs in one section.
+export or a shallow copy of it would compute with weights that change, unprotected. Only copy.deepcopy() makes a module
+with weights of its own memory; it runs in one section.
 
 Each name below is one that torch, or Python's copying, looks up on the module when it begins such a thing; or one
 under which weights are loaded into the module, whose memory is read-only.

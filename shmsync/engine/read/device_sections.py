@@ -1,9 +1,9 @@
 """Read sections that ask devices for work: such a section ends for the publisher when the device has done that work.
 
 So it is with private copies on a device: what sections have asked it for is done before a new version overwrites them.
-A section may end before the kernels that it has asked for are done. So what its streams have then is noted, on a stream
-that does nothing else; the stream that renews the copies waits for that one. Another stream notes the renewing, and the
-streams of later sections wait for it. The host waits for neither.
+A section may end before the kernels that it has asked for are done. So what its streams have then is noted on another
+stream, on the arena's device the arena's; the stream that renews the copies waits for that one. A third stream notes
+the renewal, and the streams of later sections wait for it. The host waits in a capture only.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TorchStreams:
         return bool(getattr(self._torch, "is_current_stream_capturing", bool)())
 
     def wait(self, stream: Stream, seconds: float) -> bool:
-        """As in Streams; but where it may wait it waits until all is done, for torch knows no limit."""
+        """As in Streams; for more than 0 seconds it waits until all work is done, since torch has no timed wait."""
         if seconds <= 0 and hasattr(stream, "query"):
             return bool(stream.query())
         stream.synchronize()
@@ -92,7 +92,7 @@ class PrivateCopies:
         self.noted = streams.stream() if noted is None else noted
         self.pending: bool = before is not None and before.pending
         self._renewed: Stream = streams.stream() if before is None else before._renewed
-        # The stream that renews the copies just now, or was interrupted in it.
+        # The stream that renews the copies just now, or was interrupted in a renewal.
         self._renewing: Stream | None = None if before is None else before._renewing
         if before is not None:
             streams.follow(self.noted, before.noted)
@@ -104,7 +104,7 @@ class PrivateCopies:
                 self.streams.follow(self.noted, stream)
 
     def refuse_capture(self) -> None:
-        """Raise ProtocolError if the current stream is captured: the new values would come with each replay."""
+        """Raise ProtocolError if the current stream is captured: a replay would copy from a slot with other weights."""
         if self.streams.capturing(self.streams.current()):
             raise ProtocolError(
                 "a graph is being captured, and the module has buffers or other private copies that a newer version "
@@ -124,7 +124,7 @@ class PrivateCopies:
         self.pending, self._renewing = True, None
 
     def use(self) -> None:
-        """A section begins: what its stream is given from now on comes after the renewing."""
+        """A section begins: what its stream is given from now on comes after the renewal."""
         if not self.pending:
             return
         mine = self.streams.current()
@@ -181,14 +181,14 @@ class SectionStreams:
 
     @contextmanager
     def renewing_copies(self) -> Iterator[None]:
-        """The private copies are renewed inside; who uses them later calls use_copies() first."""
+        """The private copies are renewed inside; a later use calls use_copies() first."""
         with ExitStack() as stack:
             for copies in self._copies:
                 stack.enter_context(copies.renewing())
             yield
 
     def use_copies(self) -> bool:
-        """A section begins, perhaps on another stream than the one that renews the copies. Is it needed again?"""
+        """Order the current stream behind the renewal of the copies. True: the next section has to do so too."""
         for copies in self._copies:
             copies.use()
         return self.pending

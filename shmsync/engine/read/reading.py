@@ -1,6 +1,7 @@
 """Read sections, as far as they are Python: each shows one version from its entry to its exit.
 
-The common case is native (native/bind/subscriber.hpp): nothing new, and the gate is open. Else it calls hooks here.
+The common case is native (native/bind/subscriber.hpp): nothing new, and the gate is open. It calls hooks here for all
+else.
 """
 
 from __future__ import annotations

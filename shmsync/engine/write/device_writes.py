@@ -34,7 +34,7 @@ class DeviceWrites(HostWrites):
         place: the arena's part on the device.
         manifest: its leaves.
         name: the arena's, for errors.
-        writer: commits.
+        writer: the native writer, which commits.
     """
 
     at_once = False

@@ -33,7 +33,7 @@ class HostWrites:
 
     Args:
         name: the arena's, for errors.
-        writer: commits.
+        writer: the native writer, which commits.
     """
 
     at_once = True

@@ -151,7 +151,7 @@ def check_readable(name: str, header: Header) -> None:
 
 def nobody_proven_dead(uid: int) -> str:
     """Why a segment of another user's stays that is not ready: its header does not name an owner."""
-    return f"it belongs to uid {uid} and does not name its owner, so that no process is proven dead"
+    return f"it belongs to uid {uid} and its header does not name an owner process, so that no process is proven dead"
 
 
 def read(fd: int) -> Header | None:
@@ -193,7 +193,7 @@ def locked(fd: int) -> bool:
     """Is the segment's creator still at work? It holds the lock until the segment is ready, or it dies."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # a process has the lock; or the system refuses the question, which does not mean that none has
+    except OSError:  # a process has the lock, or the system refused the call: then one may have it
         return True
     fcntl.flock(fd, fcntl.LOCK_UN)
     return False

@@ -173,7 +173,7 @@ class Gpu:
 
     def wait(self, stream: GpuStream, seconds: float) -> bool:
         """As in Device. CUDA's own waits know no deadline, so this looks at an event again and again."""
-        if seconds <= 0:  # a new event would seldom be reached yet
+        if seconds <= 0:  # a newly recorded event would rarely be done yet
             with self._here(stream.index):
                 answer = self._calls.cudaStreamQuery(stream.handle)
                 if int(answer[0]) == NOT_READY:

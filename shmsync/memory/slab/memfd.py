@@ -134,8 +134,8 @@ class Reusable(_Memfd):
     """Memory that its maker writes again and again, and that other processes may map to read.
 
     Fresh memory costs several times as much as a copy into it, so memory that is written often stays where it is, and a
-    process that reads it often keeps the mapping. When a reader may read is between the two. It lives as long as
-    `tensor` does.
+    process that reads it often keeps the mapping. The two processes agree when a reader may read. It lives
+    as long as `tensor` does.
     """
 
     def __init__(self, size: int) -> None:
@@ -177,10 +177,11 @@ def reachable(owner: int) -> bool:
 def opened_at(
     place: MemfdAt, seals: int, what: str, gone: Callable[[OSError | None], ShmSyncError], end: int = TOKEN
 ) -> Iterator[int]:
-    """A descriptor of `what` lies there, when it is what was told, and has these seals at least.
+    """Open the memory at `place`, if it is the announced one and has at least these seals; yields a descriptor.
 
-    `end`: where the token begins, in bytes from the end. Raises what `gone` makes when the maker is gone or has given
-    it up, with the error if it may not be opened; ArenaCorrupt for what is not as it was told, NoSpace.
+    `what`: its name in errors. `end`: where the token begins, in bytes from the end. Raises ArenaCorrupt if seals or
+    size differ from the announced ones, NoSpace, and the error that `gone` returns if the memory is gone or may not be
+    opened; `gone` gets the OSError, or None.
     """
     maker = pid_of(place.owner)
     with refusals(f"opening {what}"):

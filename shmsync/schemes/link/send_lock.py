@@ -33,7 +33,7 @@ def hold_all(send_locks: list[SendLock], deadline: float, call: str) -> _native.
 
 
 class TryHold(_native.Scope):
-    """A context manager that does not raise without the lock: look at `.taken`. Else as hold_all() with this lock."""
+    """As hold_all() with this lock, but without WriterBusy: `.taken` says whether the lock was taken."""
 
     def __init__(self, lock: SendLock, deadline: float) -> None:
         super().__init__()

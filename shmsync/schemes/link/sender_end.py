@@ -55,7 +55,7 @@ class SenderEnd:
         return channel.role
 
     def send_locks(self, model_id: str) -> SendLock:
-        """The senders of this model over this pipe; see PipeSender.send_locks()."""
+        """The lock for sends of this model over this pipe; see PipeSender.send_locks()."""
         return self._send_locks.get(model_id) or self._send_locks.setdefault(model_id, SendLock())
 
     def send(self, payload: bytes, tag: Tag, *, replaceable: bool = False, whose: str = "") -> None:
@@ -199,7 +199,7 @@ class SenderEnd:
             elif not tags:
                 ambiguous = self.oldest()
         wanted = tag is not None and awaited.get(tag, False)
-        problem = unexpected(word) if word not in messages.ANSWERS else f"it answered {word!r} with its own data"
+        problem = unexpected(word) if word not in messages.ANSWERS else f"it answered {word!r} with unexpected data"
         # No call from here on: see Channel.peek().
         self._tags = tags
         self.reaches = reaches

@@ -78,8 +78,8 @@ class PipeTransport:
     def check_ack(self, message: str = "updated") -> None:
         """Wait for the answer to the oldest weights that were sent, which should be `message`.
 
-        Raises WorkerDied, AckTimeout, the worker's exception; RuntimeError when none is awaited, or for another answer,
-        which pending() has then.
+        Raises WorkerDied, AckTimeout or the worker's exception. Raises RuntimeError when no answer is awaited, or for
+        another answer; pending() then has that one, unless it is "updated".
         """
         links = self._links()
         if len(links) != 1:

@@ -165,7 +165,7 @@ class RemoteSend:
         self._look(step)
 
     def finish(self, deadline: float) -> None:
-        """Carry out every step, until the deadline. The outcome has those that are late."""
+        """Carry out every step, until the deadline. The outcome lists the late workers and relays."""
         while True:
             for step in list(self._open):
                 self._look(step)
@@ -179,7 +179,7 @@ class RemoteSend:
         outcome = self.outcome
         late = [step.name for step in self._open if step.name not in outcome.dead]
         outcome.late = sorted({*late, *self.unreached}, key=_order)
-        # Errors name them in order, not in that of their answers.
+        # Errors list them by index, not in the order of their answers.
         outcome.dead = {name: outcome.dead[name] for name in sorted(outcome.dead, key=_order)}
         outcome.failed = {name: outcome.failed[name] for name in sorted(outcome.failed, key=_order)}
 

@@ -137,7 +137,8 @@ class RemoteSender(WeightSender):
         self._roster: Roster | None = None
         self._fan_out: FanOut | None = None
         self._owed = Unacked()
-        self._given: tuple[Leaves, dict[int, RemoteTransport]] = {}, {}  # with partial=True: the last send, and where
+        # With partial=True: the leaves of the last send, and its transports.
+        self._given: tuple[Leaves, dict[int, RemoteTransport]] = {}, {}
         if scheme.fan_out == "node":
             options = RelayOptions(scheme.slots, scheme.timeout, scheme.partial)
             self._fan_out = FanOut(self._carrier, options, self._packer)

@@ -29,7 +29,7 @@ from ..weight_client import opened
 
 _keys = itertools.count()
 _under_way: dict[int, tuple[Any, ...]] = {}  # arguments of the calls that are not answered
-# The waiters of these calls. No Conditions: they may stay locked after an interrupt.
+# Queues that wake the waits for these calls. Conditions may stay locked after an interrupt.
 _bells: dict[int, TimedQueue[None]] = {}
 _executor = SerialExecutor()  # begins calls
 
