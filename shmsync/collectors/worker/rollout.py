@@ -179,8 +179,8 @@ def _unrolled(envs: Sequence[Any]) -> list[Any] | None:
     """The environments of these SyncVectorEnvs; None if one of them may do more in a step than to step them.
 
     That is each other class, a derived one too, and an object whose step() or reset() was replaced. A worker steps
-    these environments itself, straight into its batches: a SyncVectorEnv puts their results together three times before a
-    batch gets them, which takes longer than to step four CartPoles.
+    these environments itself, straight into its batches: a SyncVectorEnv puts their results together three times
+    before a batch gets them, which takes longer than to step four CartPoles.
     """
     if any(type(env) is not vector.SyncVectorEnv or vars(env).keys() & {"step", "reset"} for env in envs):
         return None
