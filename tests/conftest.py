@@ -43,9 +43,10 @@ RUNNERS_OWN = set(sys._current_frames())  # threads of what runs the tests: pyte
 def pytest_addoption(parser):
     parser.addoption(
         "--choice",
-        choices=["all", "covering", "pairs", "rest"],
+        choices=["all", "covering", "values", "pairs", "rest"],
         default="all",
         help="all: every test; covering: of each cross product of parameters enough that every value occurs; "
+        "values: as covering, with the tests that are marked full; "
         "pairs: so many more that every two values of two parameters meet; rest: what covering leaves out",
     )
 
@@ -90,10 +91,10 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """Most tests wait for other processes: two for each core. A single file or test runs in this process."""
+    """Most tests wait for other processes: three for each core. A single file or test runs in this process."""
     if len(config.args) == 1 and Path(config.args[0].partition("::")[0]).is_file():
         return 0
-    return min(8, 2 * len(os.sched_getaffinity(0)))
+    return min(8, 3 * len(os.sched_getaffinity(0)))
 
 
 def modes_of_torch() -> tuple[Any, ...]:

@@ -73,7 +73,8 @@ class Reader {
       check();  // it may have been closed while we waited
       if (depth == 0 && entering)
         raise("ProtocolError",
-              "a signal handler or a finaliser used this Subscriber in the middle of its own entry; use another one");
+              "a signal handler or a finaliser used this Subscriber while a section was being entered or left; use another "
+            "one");
     } catch (...) {
       mutex.unlock();
       throw;
@@ -105,7 +106,10 @@ class Reader {
           call_method(self, hook, nb::cast(outcome), version, timeout);
         }
       }
-      if (copies_pending) call_method(self, "_use_copies");
+      if (copies_pending) {
+        const Entering mark(entering);
+        call_method(self, "_use_copies");
+      }
       thread_versions.use(version_of(side->held()));
       ++depth;
     } catch (...) {
@@ -128,6 +132,7 @@ class Reader {
     }
     std::optional<nb::python_error> error;
     try {
+      const Entering mark(entering);
       if (copies_apart) insist(error, [&] { call_method(self, "_copies_read"); });
       if (side->device()) tell_device(self, error);
     } catch (...) {  // no memory

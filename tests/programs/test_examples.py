@@ -121,7 +121,7 @@ class TestLeagues:
             assert int(played) > int(most) == 3, output
             assert int(descriptors) < 40, output  # those of opponents that it has dropped are closed
 
-    @pytest.mark.full  # `make test` kills a learner of the next one
+    @pytest.mark.full  # a program of half a minute, as the next one
     def test_self_play_ends_when_a_worker_is_killed(self, run):
         example = run("self_play.py", "--opponents", "10")
         example.read_until("^round 20:")

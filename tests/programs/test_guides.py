@@ -35,7 +35,7 @@ def reader(tmp_path):
     return Reader(tmp_path)
 
 
-@pytest.mark.full  # `make test` follows the page on sharing memory and runs the README's first example
+@pytest.mark.full  # `make test` runs the README's first example, in test_quickstart.py
 def test_the_tutorial_prints_what_it_shows(reader):
     assert reader.follow(DOCS / "tutorial.md") == 5
 

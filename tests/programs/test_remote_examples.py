@@ -72,7 +72,7 @@ def test_each_iteration_is_played_with_the_version_that_was_sent_for_it(run, kin
     assert rows[-1][1] > 2 * rows[0][1]  # it learns, so the versions were used
 
 
-@full  # `make test` has fan_out= in remote/test_node_fan_out.py, and this program in the test above
+@full  # `make test` has fan_out= in remote/test_node_fan_out.py, and RPC workers in conformance/
 @pytest.mark.parametrize("kind", ["rpc", "torchrun"])
 def test_a_node_can_share_one_copy(run, kind):
     launcher = TORCHRUN if kind == "torchrun" else ()
@@ -89,7 +89,7 @@ def test_ray_learner_goes_on_without_a_killed_actor(run):
     assert len(re.findall("WorkerDied: version 3 .* worker 1 ", example.output)) == 1, example.output
 
 
-@full  # `make test` kills workers over Ray and RPC in conformance/trouble, and this learner in the next test
+@full  # `make test` kills workers over Ray and RPC in conformance/trouble, and trainers in engine/death
 @pytest.mark.parametrize("kind", ["ray", "rpc"])
 def test_learner_goes_on_without_a_worker_that_is_killed_at_any_moment(run, kind):
     if kind == "ray":

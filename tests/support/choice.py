@@ -5,7 +5,8 @@ their combinations. The covering choice takes so few of them that each scheme, e
 occurs. A scheme that is there with several options counts once; the options take turns. Which combinations these are
 differs from function to function, and is the same in every run.
 
-A test that is marked `full` is never of the covering choice: it takes seconds, and another test shows nearly the same.
+A test that is marked `full` is never of the covering choice: it takes seconds, and another test shows nearly the same,
+or it is a whole program.
 One that is marked `slow` is of no choice but all and rest: it is a training, or a section of the benchmark, of a minute
 or more, and shorter tests start the same program.
 
@@ -30,9 +31,10 @@ def first(values, count=1):
 
 
 def choose(items, choice):
-    """(the tests to run, those that are left out), in their order. `choice`: "all", "covering", "pairs" or "rest".
+    """(the tests to run, those that are left out), in their order.
 
-    "pairs" and "rest" leave out what "covering" has.
+    `choice`: "all", "covering", "values" (as covering, but also of tests that are marked `full`), "pairs" or "rest".
+    The last two leave out what "covering" has.
     """
     if choice == "all":
         return items, []
@@ -40,8 +42,9 @@ def choose(items, choice):
     for item in items:
         functions[item.nodeid.partition("[")[0]].append(item)
     taken = Counter()  # how often each value was
-    covering = {id(item) for group in functions.values() for item in cover(group, taken)}
-    if choice == "covering":
+    left_out = ("slow",) if choice == "values" else ("slow", "full")
+    covering = {id(item) for group in functions.values() for item in cover(group, taken, left_out)}
+    if choice in ("covering", "values"):
         wanted = covering
     elif choice == "pairs":
         wanted = {id(item) for group in functions.values() for item in pair(group, covering)}
@@ -50,9 +53,9 @@ def choose(items, choice):
     return [item for item in items if id(item) in wanted], [item for item in items if id(item) not in wanted]
 
 
-def cover(items, taken):
-    """Tests of one function, in which every value of every parameter occurs."""
-    items = [item for item in items if not (item.get_closest_marker("full") or item.get_closest_marker("slow"))]
+def cover(items, taken, left_out):
+    """Tests of one function without these marks, in which every value of every parameter occurs."""
+    items = [item for item in items if not any(map(item.get_closest_marker, left_out))]
     return fewest(items, taken, set().union(*map(values_of, items))) if len(items) > 1 else items
 
 

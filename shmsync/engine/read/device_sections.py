@@ -3,7 +3,8 @@
 So it is with private copies on a device: what sections have asked it for is done before a new version overwrites them.
 A section may end before the kernels that it has asked for are done. So what its streams have then is noted on another
 stream, on the arena's device the arena's; the stream that renews the copies waits for that one. A third stream notes
-the renewal, and the streams of later sections wait for it. The host waits in a capture only.
+the renewal, and the streams of later sections wait for it. The host waits in a capture only, and for a copy from its
+own memory.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class PrivateCopies:
         if self.streams.capturing(self.streams.current()):
             raise ProtocolError(
                 "a graph is being captured, and the module has buffers or other private copies that a newer version "
-                "has to be copied into; nothing was changed, call the module once before the capture"
+                "has to be copied into; nothing was changed, begin the capture inside a read section"
             )
 
     @contextmanager
@@ -121,6 +122,7 @@ class PrivateCopies:
         self._renewing = mine
         yield
         self.streams.follow(self._renewed, mine)
+        self.streams.follow(self.noted, mine)  # it reads a slot, and the section may end on another stream
         self.pending, self._renewing = True, None
 
     def use(self) -> None:

@@ -174,14 +174,11 @@ def reachable(owner: int) -> bool:
 
 
 @contextmanager
-def opened_at(
-    place: MemfdAt, seals: int, what: str, gone: Callable[[OSError | None], ShmSyncError], end: int = TOKEN
-) -> Iterator[int]:
+def opened_at(place: MemfdAt, seals: int, what: str, gone: Callable[[OSError | None], ShmSyncError]) -> Iterator[int]:
     """Open the memory at `place`, if it is the announced one and has at least these seals; yields a descriptor.
 
-    `what`: its name in errors. `end`: where the token begins, in bytes from the end. Raises ArenaCorrupt if seals or
-    size differ from the announced ones, NoSpace, and the error that `gone` returns if the memory is gone or may not be
-    opened; `gone` gets the OSError, or None.
+    `what`: its name in errors. Raises ArenaCorrupt if seals or size differ from the announced ones, NoSpace, and the
+    error that `gone` returns if the memory is gone or may not be opened; `gone` gets the OSError, or None.
     """
     maker = pid_of(place.owner)
     with refusals(f"opening {what}"):
@@ -194,12 +191,12 @@ def opened_at(
         if status.st_ino != place.inode:  # the descriptor's number was used again
             raise gone(None)
         found = seals_of(fd)
-        if found & seals != seals or status.st_size != place.size or place.size < end:
+        if found & seals != seals or status.st_size != place.size or place.size < TOKEN:
             raise ArenaCorrupt(
                 f"{what} of pid {maker} has seals {found:#x} and {status.st_size:,} bytes, but {seals:#x} and "
                 f"{place.size:,} were announced; run the same version of shmsync on both sides"
             )
-        if os.pread(fd, len(place.token), place.size - end) != place.token:
+        if os.pread(fd, len(place.token), place.size - TOKEN) != place.token:
             raise gone(None)
         yield fd
     finally:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ... import _native
-from ...errors import ArenaNotFound, NoSpace, WriterDied
+from ...errors import ArenaCorrupt, ArenaNotFound, NoSpace, WriterDied
 from ..system.calls import close
 from ..system.process import Peer, pid_of
 from . import memfd, placement
@@ -125,12 +125,18 @@ def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes,
 
     `name`: its arena's, for what is said of a fault in it.
     """
-    place = memfd.MemfdAt(owner, fd, inode, expected_bytes, session)
-    with memfd.opened_at(place, _SEALS, f"the slab of arena {name!r}", partial(_gone, owner), STAMP_BYTES) as opened:
+    place = memfd.MemfdAt(owner, fd, inode, expected_bytes, b"")
+    with memfd.opened_at(place, _SEALS, f"the slab of arena {name!r}", partial(_gone, owner)) as opened:
         if (uid := os.fstat(opened).st_uid) != os.getuid() and os.getuid() != 0:
             raise ArenaNotFound(
                 f"the slab of arena {name!r} belongs to uid {uid} but this is uid {os.getuid()}; run both sides as one "
                 "user"
+            )
+        stamp = os.pread(opened, len(session), expected_bytes - STAMP_BYTES)
+        if stamp != session:
+            raise ArenaCorrupt(
+                f"the slab of arena {name!r} has session {stamp.hex()} but the header says {session.hex()}; restart "
+                "the publisher, and attach again"
             )
         slab = Slab(memfd.map_readonly(opened, expected_bytes), None, -1, inode)
         _explain_faults(slab.readonly, expected_bytes, name)

@@ -88,7 +88,9 @@ class PipeTransport:
         deadline = deadline_after(None, self.timeout)
         tag = link.end.oldest()
         if tag is None:
-            raise RuntimeError("no send is pending; call send_weights_async() first")
+            raise RuntimeError(
+                "no send is pending; call send_weights_async() first. A wait that raised has given its answer up"
+            )
         self._posted.clear()
         outcome = gather({index: link}, {index: [tag]}, deadline, any_word=True)
         if message != messages.UPDATED and outcome.failed.get(index) == unexpected(message):

@@ -151,7 +151,7 @@ COLLECTORS = {
 }
 
 
-@pytest.mark.full  # the other waits of a daemon thread are above
+@pytest.mark.full  # a collector; the other waits of a daemon thread are below
 @pytest.mark.parametrize("wait", first(COLLECTORS))
 def test_a_daemon_thread_in_a_collector_does_not_disturb_the_exit(wait, tmp_path):
     pytest.importorskip("gymnasium", reason="collectors need gymnasium, which shmsync[collectors] brings")

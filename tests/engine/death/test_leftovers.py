@@ -91,7 +91,7 @@ print("done", len(os.listdir("/dev/shm")))
 """
 
 
-@pytest.mark.full  # limits/test_room.py has a small /dev/shm
+@pytest.mark.full  # seconds of crashes; the tests around it sweep what one leaves
 @pytest.mark.parametrize("moment", first([0.002, -1.0]), ids=["each sweeps some", "swept when it is full"])
 def test_a_crash_loop_in_a_small_dev_shm(moment):
     """Without a moment for it, everything is swept once there is no room left."""

@@ -3,6 +3,7 @@
 The publisher and the subscriber are in one process, so that a stream can be held up between them.
 """
 
+import time
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -13,6 +14,7 @@ import shmsync
 from support.devices.on_simulated import held_up
 from support.devices.simulated import Simulated, installed
 from support.jobs.engine import bind_copies
+from support.processes import until
 
 PLACES = ["cpu", "simulated:0", "simulated:1"]  # of the arena; the module lies on the second
 NEAR = PLACES[:2]  # a copy between two devices holds up the streams of both, and so the next publish
@@ -173,7 +175,11 @@ def test_no_version_is_copied_in_a_capture(device, arena):
         stream, seen = device.stream(), []
         version = publish(source, pub, 1)
         device.captured.append(stream)
-        with device.on(stream), pytest.raises(shmsync.ProtocolError, match="call the module once before"), sub.read():
+        with (
+            device.on(stream),
+            pytest.raises(shmsync.ProtocolError, match="begin the capture inside a read section"),
+            sub.read(),
+        ):
             pass
         device.captured.clear()
         with sub.read() as section:
@@ -204,6 +210,7 @@ def test_nothing_is_asked_of_the_device_once_the_copies_are_new(device):
         with sub.read():
             pass
         device.settle()
+        until(lambda: all(stream.idle for stream in list(device._streams)))
         with sub.read():
             pass
         asked = []
@@ -229,7 +236,81 @@ def test_what_a_worker_proves_comes_after_the_renewing(device):
             source["b"].fill_(value)
             pub.publish(wait=[])
             with device.on(first):
-                device.kernel(lambda: None)
+                device.kernel(lambda: time.sleep(0.005))
                 sub.refresh()
             with device.on(second):
                 assert sub.verify().version == value + 1
+
+
+@pytest.mark.parametrize("when", ["entered", "left"])
+def test_a_signal_handler_cannot_take_the_pin_of_a_section(device, when, monkeypatch):
+    """It may run between any two lines of what a section asks the device for; then it may not open one of its own."""
+    with bound(device, "simulated:0") as (source, pub, sub, _):
+        refused, streams = [], sub._reader.streams
+        publish(source, pub, 1)
+        asked = "use_copies" if when == "entered" else "end"
+        before = getattr(streams, asked)
+
+        def interrupted(*arguments):
+            try:
+                with sub.read():
+                    pass
+            except shmsync.ProtocolError as error:
+                refused.append(str(error))
+            return before(*arguments)
+
+        monkeypatch.setattr(streams, asked, interrupted)
+        with sub.read() as section:
+            monkeypatch.undo() if when == "entered" else None
+            assert pub.readers()[0].pinned == section.version
+        assert len(refused) == 1
+        assert "entered or left" in refused[0]
+
+
+def test_a_section_holds_its_slot_until_its_copies_are_made(device):
+    """They are read from it by the stream that was current at the entry; the section ends on another one."""
+    with bound(device, "simulated:0") as (source, pub, sub, net):
+        first, second, seen = device.stream(), device.stream(), []
+        publish(source, pub, 1)
+        with held_up(first):
+            with device.on(first):
+                section = sub.read()
+                section.__enter__()
+            with device.on(second):
+                section.__exit__(None, None, None)
+            publish(source, pub, 2)  # into the other slot
+            with pytest.raises(shmsync.ReaderStalled):
+                pub.publish(wait=[], timeout=0.2)
+        first.record().done.wait()
+        look_at(device, net, device.current(), seen)
+        assert seen == [{1.0}]
+
+
+def test_a_step_of_a_generator_on_another_stream_comes_after_the_renewal(device):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("b", torch.zeros(4096))
+
+        def steps(self, stream, seen):
+            yield
+            look_at(device, self, stream, seen)
+            yield
+
+    source, net = Net(), Net().to(device.torch_device)
+    with (
+        shmsync.Publisher(source, device="simulated:0", slots=2, timeout=60.0) as pub,
+        shmsync.Subscriber(pub.handle, timeout=60.0) as sub,
+    ):
+        sub.bind(net)
+        first, second, seen = device.stream(), device.stream(), []
+        publish(source, pub, 1)
+        with held_up(first):
+            with device.on(first):
+                steps = net.steps(second, seen)
+                next(steps)
+            with device.on(second):
+                next(steps)
+        second.record().done.wait()
+        steps.close()
+        assert seen == [{1.0}]

@@ -11,6 +11,7 @@ from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 
 import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.choice import first
 from support.processes import alive, segments
 from support.torchrl import children, environments, parts, probes
 from support.torchrl.environments import Critic, Steps
@@ -63,7 +64,7 @@ def last_days_of(collecting):
     assert caught.value.missing == [0]
 
 
-@pytest.mark.full  # test_fork runs the same collectors
+@pytest.mark.full  # collectors of many seconds; test_fork runs the same collectors
 @pytest.mark.parametrize("kind", KINDS)
 def test_spawn(kind):
     with parts.collectors("spawn") as make:
@@ -128,13 +129,13 @@ def forked(say, kind, models):
     say(segments())
 
 
-@pytest.mark.parametrize(
-    ("kind", "models"),
-    [pytest.param(MultiSyncCollector, 1, marks=pytest.mark.full), (MultiSyncCollector, 2), (MultiAsyncCollector, 1)],
-)
-def test_fork(kind, models):
+FORKED = [(MultiSyncCollector, 2), (MultiAsyncCollector, 1), (MultiSyncCollector, 1)]  # with so many models
+
+
+@pytest.mark.parametrize("case", first(FORKED), ids=lambda case: f"{case[0].__name__}-{case[1]}")
+def test_fork(case):
     """With fork the scheme is not pickled: a worker has the trainer's, with everything that it holds."""
-    with children.child(forked, kind, models, method="spawn") as child:
+    with children.child(forked, *case, method="spawn") as child:
         assert child.hear() == ["fork", "fork"]
         assert child.hear() == []
         child.process.join()

@@ -125,7 +125,7 @@ def test_a_section_that_says_nothing_is_a_failure(tmp_path, program, why):
     assert say(tmp_path, "PATIENCE = 200\n" + RUN, PYTHONPATH=str(tmp_path)) == f"an odd one; failed: {why}; True\n"
 
 
-@pytest.mark.full  # a section ends in the tests around it
+@pytest.mark.full  # a third of a minute
 def test_a_section_without_end_is_ended_with_all_that_it_started(tmp_path):
     child = tmp_path / "child"
     (tmp_path / "odd.py").write_text(STUCK.format(path=str(child)))

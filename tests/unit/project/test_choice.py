@@ -54,6 +54,12 @@ def test_a_full_test_waits_for_the_pairs():
     assert {each.callspec.params["scheme"] for each in pairs} == {f"scheme{n}" for n in range(1, 6)}
 
 
+def test_values_has_full_tests_too():
+    items = [*product(["scheme"], full=lambda params: params["scheme"] == "scheme3"), item("test_one", {}, full=True)]
+    assert choose(items, "values")[0] == items
+    assert len(choose(items, "covering")[0]) == len(items) - 2
+
+
 def test_a_slow_test_waits_for_all():
     items = [item("test_training", {}, True, "slow"), item("test_other", {}), *product(["scheme", "form"])]
     chosen = {choice: choose(items, choice)[0] for choice in ("covering", "pairs", "rest", "all")}
