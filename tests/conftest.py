@@ -91,10 +91,10 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """Most tests wait for other processes: three for each core. A single file or test runs in this process."""
+    """Most tests wait for other processes: two for each core. A single file or test runs in this process."""
     if len(config.args) == 1 and Path(config.args[0].partition("::")[0]).is_file():
         return 0
-    return min(8, 3 * len(os.sched_getaffinity(0)))
+    return min(8, 2 * len(os.sched_getaffinity(0)))
 
 
 def modes_of_torch() -> tuple[Any, ...]:

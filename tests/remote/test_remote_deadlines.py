@@ -71,6 +71,7 @@ def test_a_stopped_worker_at_a_transport(fleet, kind, call):
         assert group.trainer.call(call, TIMEOUT) < ALLOWED
 
 
+@pytest.mark.full  # seconds of waiting
 def test_a_stopped_host_of_the_store_at_a_transport(fleet, start):
     keeper = start()
     group = fleet(1).connect("distributed", keeper=keeper)

@@ -136,6 +136,7 @@ def test_a_relay_that_dies_before_its_workers_attached_is_named_and_replaced(fle
     assert group.look(1, 2) == [(8, 2)] * 2
 
 
+@pytest.mark.full  # the tests around it have one relay
 def test_whoever_waits_behind_two_relays_is_named(fleet, kind):
     group = fleet(3, nodes=["a", "a", "a"], home="home").connect(kind).open(fan_out="node")
     first, second, _ = group.workers

@@ -332,6 +332,7 @@ def test_every_scheme_takes_the_options(kind):
 # ---- with real workers, of every scheme
 
 
+@pytest.mark.full  # the tests above take each step of it without processes
 @in_processes
 def test_part_of_the_weights_reaches_real_workers(fleet):
     sender = fleet.open(partial=True)

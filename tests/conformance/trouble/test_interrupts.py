@@ -81,6 +81,7 @@ def test_an_interrupt_in_send_together_leaves_every_pipe_usable(fleet):
     assert versions == sorted(set(versions)) and interrupted.landed() >= 20
 
 
+@pytest.mark.full  # seconds of interrupts
 @over_pipes
 def test_an_interrupt_in_a_workers_receive_loses_no_weights(fleet):
     sender = fleet.open(timeout=60.0)

@@ -141,7 +141,7 @@ def test_a_handler_may_not_use_the_subscriber_in_the_middle_of_its_entry(both, m
 
     def handler_lands_here(self):
         seen.append(self.refresh())
-        with pytest.raises(shmsync.ProtocolError, match="middle of its own entry"), self.read():
+        with pytest.raises(shmsync.ProtocolError, match="being entered or left"), self.read():
             pass
         move(self)
 

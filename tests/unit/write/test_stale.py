@@ -94,6 +94,7 @@ class World:
         self.current = slot
 
 
+@pytest.mark.full  # it searches a model
 @pytest.mark.parametrize("slots", [2, 3])
 def test_the_model_of_every_history(slots):
     first = World(slots)
