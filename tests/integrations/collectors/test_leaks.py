@@ -207,7 +207,7 @@ def test_what_a_trainer_leaves_that_just_ends_or_is_killed(finish):
         trainer.process.join()
         until(lambda: not any(alive(pid) for pid in workers))
         left = segments(trainer.process.pid)
-        size = sum(path.stat().st_blocks * 512 for path in left)
         assert trainer.process.exitcode == (0 if finish == "return" else -signal.SIGKILL)
-        assert len(left) <= (0 if finish == "return" else 1)  # the next publisher removes it, perhaps another test's
-        assert size < 1 << 20
+        assert len(left) <= (0 if finish == "return" else 1)
+        with contextlib.suppress(FileNotFoundError):  # the next publisher removes it, perhaps another test's just now
+            assert sum(path.stat().st_blocks * 512 for path in left) < 1 << 20
