@@ -26,7 +26,7 @@ tar -c --exclude-vcs --exclude=./.venv --exclude=./build --exclude='./*-results'
 echo "== sdist"
 "$WORK/tools/bin/python" -m build -q --sdist --outdir "$WORK/dist" "$WORK/source"
 tar -xzf "$WORK"/dist/*.tar.gz -C "$WORK/sdist" --strip-components=1
-missing=$(comm -23 <(cd "$WORK/source" && find . -type f -not -path './.ci/*' -not -name .gitignore | sort) \
+missing=$(comm -23 <(cd "$WORK/source" && find . -type f -not -path './.ci/*' -not -name .gitignore -not -path '*/__pycache__/*' | sort) \
   <(cd "$WORK/sdist" && find . -type f | sort))
 if [ -n "$missing" ]; then echo "the sdist lacks:" $missing; exit 1; fi
 
