@@ -73,9 +73,8 @@ class Reader {
       check();  // it may have been closed while we waited
       if (depth == 0 && entering)
         raise("ProtocolError",
-              "a signal handler or a finaliser used this Subscriber while a section was being entered or left; use "
-              "another "
-              "one");
+              "a signal handler or a finaliser used this Subscriber while a section was being entered or left; "
+              "use another one");
     } catch (...) {
       mutex.unlock();
       throw;

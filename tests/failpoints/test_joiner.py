@@ -45,7 +45,7 @@ def test_a_joining(start, hold, row, point, slots, consistency):
             return
         if point not in MAPPING:
             (mine,) = [each for each in pub.readers() if each.pid == joiner.pid]
-            if not point.endswith(".owner"):  # there, for an instant, the row tells of whoever had it before
+            if not point.endswith(".owner"):  # there, for an instant, the row still names its owner before
                 assert mine.worker == (WORKER if point.endswith(".worker") else None)
             assert mine.pinned is None or pinned
         for version in range(2, slots + 1):

@@ -191,11 +191,9 @@ class Binding:
         """Renew the private copies, after what earlier sections have asked a device for with the old ones."""
         made = self._arena.views(slot)
         path = self.path()
-        with nullcontext() if path is None else path.streams.renewing_copies(), plainly():
+        with nullcontext() if path is None else path.renewing_copies(), plainly():
             for key, buffer in self.copied:
                 assign(buffer, made[key])
-        if path is not None:
-            path.copies_pending = path.streams.pending
 
     def private_copies(self) -> list[torch.Tensor]:
         """The tensors that a move copies into."""

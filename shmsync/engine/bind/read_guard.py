@@ -68,7 +68,7 @@ class Sections:
         for path, section in zip(self._paths, self.open, strict=False):
             _native.use_section_again(section)
             if path.copies_pending:  # this step may use another stream; nothing moves while the section is open
-                path.copies_pending = path.streams.use_copies()
+                path.use_copies()
 
     def __exit__(self, *error: object) -> None:
         """Leave all, in whatever thread this is. No call may be inside any more."""

@@ -189,11 +189,10 @@ class SectionStreams:
                 stack.enter_context(copies.renewing())
             yield
 
-    def use_copies(self) -> bool:
-        """Order the current stream behind the renewal of the copies. True: the next section has to do so too."""
+    def use_copies(self) -> None:
+        """Order the current stream behind the renewal of the copies."""
         for copies in self._copies:
             copies.use()
-        return self.pending
 
     @property
     def pending(self) -> bool:

@@ -256,9 +256,7 @@ class ReadPath(WaitPath):
         self.streams.order_copies(copies, self.arena)
         self.copies_apart = bool(self.streams.apart)
 
-    @disable
-    def _use_copies(self) -> None:
-        self.copies_pending = self.streams.use_copies()
+    _use_copies = disable(WaitPath.use_copies)
 
     @disable
     def _copies_read(self) -> None:

@@ -6,7 +6,8 @@ import itertools
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import util
 from typing import Protocol
 
@@ -116,6 +117,18 @@ class WaitPath(_native.Reader):
     def gone(self) -> bool:
         """Will the publisher of this arena publish nothing more?"""
         return self.state == State.CLOSED or not self._peers.alive(self._writer_owner)
+
+    @contextmanager
+    def renewing_copies(self) -> Iterator[None]:
+        """The private copies of bound modules are renewed inside; a later use calls use_copies() first."""
+        with self.streams.renewing_copies():
+            yield
+        self.copies_pending = self.streams.pending
+
+    def use_copies(self) -> None:
+        """Order the current stream behind the renewal of private copies."""
+        self.streams.use_copies()
+        self.copies_pending = self.streams.pending
 
     def _look_up(self) -> None:
         """In each slice of a wait: can the version still arrive?"""

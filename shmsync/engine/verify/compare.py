@@ -56,7 +56,6 @@ class Verifiable(Protocol):
 
     arena: Arena
     followers: list[Any]
-    streams: Any  # its SectionStreams
 
     @property
     def name(self) -> str:
@@ -66,6 +65,9 @@ class Verifiable(Protocol):
     def held(self) -> tuple[int, int]:
         """The version and the slot of the open section."""
 
+    def use_copies(self) -> None:
+        """Order the current stream behind the renewal of private copies."""
+
 
 def verify_held(path: Verifiable, modules: Iterable[nn.Module] = ()) -> Proof:
     """Compare, inside a pinned section. Raises NotDelivered, which names every leaf that differs."""
@@ -74,7 +76,7 @@ def verify_held(path: Verifiable, modules: Iterable[nn.Module] = ()) -> Proof:
     followers = [follower for follower in path.followers if hasattr(follower, "held")]
     held = [each for follower in followers if (each := follower.held()) is not None]
     held += [held_by(module, path.arena.manifest) for module in modules]
-    path.streams.use_copies()
+    path.use_copies()
     with plainly():
         looking.at_the_arena()
         for each in held:

@@ -27,14 +27,16 @@ def device():
         yield first
 
 
+class OneBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("b", torch.zeros(4096))
+
+
 @contextmanager
 def bound(device, arena, slots=2):
     """A publisher of one buffer, a subscriber, and a module that has a copy of it."""
-    source = nn.Module()
-    source.register_buffer("b", torch.zeros(4096))
-    net = nn.Module()
-    net.register_buffer("b", torch.zeros(4096))
-    net.to(device.torch_device)
+    source, net = OneBuffer(), OneBuffer().to(device.torch_device)
     with (
         shmsync.Publisher(source, device=arena, slots=slots, timeout=60.0) as pub,
         shmsync.Subscriber(pub.handle, timeout=60.0) as sub,
@@ -52,6 +54,16 @@ def look_at(device, net, stream, seen):
     """Let a kernel note what it finds in the copy."""
     copy = net.b.data
     device.kernel(lambda: seen.append(set(torch.ops.simulated.on_host(copy).tolist())), stream)
+
+
+def found_in_the_end(device, sub, net, *streams):
+    """What lies in the copy when these streams have done everything."""
+    for stream in streams:
+        stream.record().done.wait()
+    seen = []
+    with sub.read():
+        look_at(device, net, device.current(), seen)
+    return seen
 
 
 @pytest.mark.parametrize("enter", ["read", "refresh"])
@@ -98,7 +110,7 @@ def test_a_section_on_another_stream_comes_after_the_renewing(device, arena, how
 def test_a_later_version_is_copied_after_an_earlier_one(device, arena):
     """Two refreshes on two streams, and no section that would have ordered them."""
     with bound(device, arena) as (source, pub, sub, net):
-        first, second, seen = device.stream(), device.stream(), []
+        first, second = device.stream(), device.stream()
         publish(source, pub, 1)
         with held_up(first):
             with device.on(first):
@@ -106,17 +118,13 @@ def test_a_later_version_is_copied_after_an_earlier_one(device, arena):
             publish(source, pub, 2)
             with device.on(second):
                 sub.refresh()
-        for stream in (first, second):
-            stream.record().done.wait()
-        with sub.read():
-            look_at(device, net, device.current(), seen)
-        assert seen == [{2.0}]
+        assert found_in_the_end(device, sub, net, first, second) == [{2.0}]
 
 
 @pytest.mark.parametrize("arena", NEAR)
 def test_a_renewing_that_was_interrupted_is_over_before_the_next(device, arena, monkeypatch):
     with bound(device, arena) as (source, pub, sub, net):
-        first, second, seen = device.stream(), device.stream(), []
+        first, second = device.stream(), device.stream()
         publish(source, pub, 1)
         follow = device.follow
         with held_up(first):
@@ -134,19 +142,12 @@ def test_a_renewing_that_was_interrupted_is_over_before_the_next(device, arena, 
             publish(source, pub, 2)
             with device.on(second):
                 sub.refresh()
-        for stream in (first, second):
-            stream.record().done.wait()
-        with sub.read():
-            look_at(device, net, device.current(), seen)
-        assert seen == [{2.0}]
+        assert found_in_the_end(device, sub, net, first, second) == [{2.0}]
 
 
 def test_copies_stay_in_order_when_the_publisher_is_started_again(device, name):
     """What the last sections over the old arena still read is not overwritten with the new one's weights."""
-    source, seen = {"b": torch.ones(4096)}, []
-    net = nn.Module()
-    net.register_buffer("b", torch.zeros(4096))
-    net.to(device.torch_device)
+    source, net, seen = {"b": torch.ones(4096)}, OneBuffer().to(device.torch_device), []
     first, second = device.stream(), device.stream()
     pub = shmsync.Publisher(source, name=name, device="simulated:0", slots=2)
     with shmsync.Subscriber(name, follow=True, timeout=60.0) as sub:
@@ -209,8 +210,7 @@ def test_nothing_is_asked_of_the_device_once_the_copies_are_new(device):
         publish(source, pub, 1)
         with sub.read():
             pass
-        device.settle()
-        until(lambda: all(stream.idle for stream in list(device._streams)))
+        until(lambda: device.idle)
         with sub.read():
             pass
         asked = []
@@ -222,10 +222,7 @@ def test_nothing_is_asked_of_the_device_once_the_copies_are_new(device):
 
 
 def test_what_a_worker_proves_comes_after_the_renewing(device):
-    source = {"b": torch.zeros(4096)}
-    net = nn.Module()
-    net.register_buffer("b", torch.zeros(4096))
-    net.to(device.torch_device)
+    source, net = {"b": torch.zeros(4096)}, OneBuffer().to(device.torch_device)
     with (
         shmsync.Publisher(source, device="simulated:0", slots=2, checksum=True) as pub,
         shmsync.Subscriber(pub.handle) as sub,
@@ -261,7 +258,6 @@ def test_a_signal_handler_cannot_take_the_pin_of_a_section(device, when, monkeyp
 
         monkeypatch.setattr(streams, asked, interrupted)
         with sub.read() as section:
-            monkeypatch.undo() if when == "entered" else None
             assert pub.readers()[0].pinned == section.version
         assert len(refused) == 1
         assert "entered or left" in refused[0]
@@ -287,11 +283,7 @@ def test_a_section_holds_its_slot_until_its_copies_are_made(device):
 
 
 def test_a_step_of_a_generator_on_another_stream_comes_after_the_renewal(device):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("b", torch.zeros(4096))
-
+    class Net(OneBuffer):
         def steps(self, stream, seen):
             yield
             look_at(device, self, stream, seen)

@@ -199,6 +199,11 @@ class Simulated:
         for stream in list(self._streams):
             stream.record().done.wait()
 
+    @property
+    def idle(self) -> bool:
+        """Is all done that was asked for, and would wait() say so?"""
+        return all(stream.idle for stream in list(self._streams))
+
     def fail(self, error: str = "an illegal memory access was encountered") -> None:
         """From now on nothing is done any more."""
         self.failed = RuntimeError(error)

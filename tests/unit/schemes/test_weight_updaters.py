@@ -35,7 +35,7 @@ class Recorder(WeightUpdaterBase):
 
 
 class Even(Recorder):
-    """Overrides all that there is to override."""
+    """Overrides every method that may be overridden."""
 
     def _get_server_weights(self):
         return nn.Linear(1, 1)
