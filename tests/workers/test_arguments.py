@@ -12,8 +12,6 @@ import shmsync
 from support.jobs import workers as jobs
 from support.jobs.pools import queue
 
-pytestmark = pytest.mark.timeout(600)  # a spawned process imports torch afresh
-
 
 def test_each_worker_draws_numbers_of_its_own_and_the_same_in_each_run(pub):
     def drawn():

@@ -14,8 +14,6 @@ from support.jobs.pools import METHODS, pids
 from support.processes import alive, kill, until
 from support.weights import stamped
 
-pytestmark = pytest.mark.timeout(600)  # a spawned process imports torch afresh
-
 
 @pytest.mark.parametrize("method", first(METHODS))
 @pytest.mark.parametrize("wait", [True, [0, 1]])

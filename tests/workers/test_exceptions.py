@@ -13,8 +13,6 @@ from support.jobs.pools import METHODS
 from support.processes import until
 from support.weights import stamped
 
-pytestmark = pytest.mark.timeout(600)  # a spawned process imports torch afresh
-
 
 @pytest.mark.parametrize("method", first(METHODS))
 def test_an_exception_is_raised_by_the_next_publish_that_waits(method):

@@ -15,9 +15,6 @@ from support.choice import first
 from support.jobs.pools import METHODS
 from support.processes import alive, until
 
-pytestmark = pytest.mark.timeout(600)  # a spawned process imports torch afresh
-
-
 COMMON = """
 import os, signal, sys, torch, shmsync
 def make(): return torch.nn.Linear(2, 1)

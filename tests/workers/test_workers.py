@@ -15,8 +15,6 @@ from support.jobs.pools import METHODS, pids, queue
 from support.processes import alive, kill, stop, until
 from support.weights import stamped
 
-pytestmark = pytest.mark.timeout(600)  # a spawned process imports torch afresh
-
 
 @pytest.mark.parametrize("method", METHODS)
 def test_workers_are_attached_on_entry_apply_each_version_and_end_on_leaving(method):

@@ -29,7 +29,6 @@ def library(tmp_path_factory):
     return target
 
 
-@pytest.mark.timeout(900)  # a watchdog: hundreds of failures, some of which are waited for
 @pytest.mark.parametrize(
     "case", first(CASES, SOON), ids=lambda case: f"{'few' if case[1] == FEW else 'every'}-{case[0]}"
 )

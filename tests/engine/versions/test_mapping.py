@@ -39,7 +39,6 @@ def test_many_tensors_take_few_descriptors(start):
 
 
 @pytest.mark.host_memory(reason="it counts the pages of the host; staging memory lies there too")
-@pytest.mark.timeout(600)
 def test_weights_are_in_memory_once(start):
     writer, *readers = start(9)
 

@@ -61,7 +61,6 @@ def all_answered(readers):
     return going_on
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
@@ -87,7 +86,6 @@ def test_no_torn_weights_are_accepted(readers, size, slots, consistency):
             reader.call(detach)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("slots", [1, 2])
 def test_live_reads_show_torn_weights(readers, slots):
     """So the check above would have seen them."""

@@ -13,7 +13,6 @@ from support.weights import stamped
 from support.worker import Worker
 
 
-@pytest.mark.timeout(900)  # a spawned process imports torch afresh
 @pytest.mark.parametrize("method", ["forkserver", "fork", "spawn"])
 def test_worker_attaches_by_handle(server, method):
     with shmsync.Publisher(stamped(1)) as pub:
@@ -58,7 +57,6 @@ with shmsync.Subscriber(sys.argv[1], worker=7) as sub:
 """
 
 
-@pytest.mark.timeout(900)
 def test_unrelated_process_attaches_by_name(name):
     with shmsync.Publisher(stamped(1), name=name) as pub:
         process = subprocess.Popen(

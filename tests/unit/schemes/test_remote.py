@@ -18,6 +18,7 @@ import shmsync
 from shmsync import DistributedWeightSyncScheme, RayModuleTransformScheme, RayWeightSyncScheme, RPCWeightSyncScheme
 from shmsync.engine.outcome import Failure
 from shmsync.schemes.link.serial_executor import SerialExecutor
+from shmsync.schemes.remote import packed_weights as packed_weights_module
 from shmsync.schemes.remote.packed_weights import Packer, Stamp, allow_views, unpack
 from shmsync.schemes.remote.relay import Relay, RelayOptions, close_here, publish_here
 
@@ -159,8 +160,10 @@ def test_a_receiver_of_a_rank_has_no_messages_of_another_kind():
 
 
 @pytest.mark.parametrize("reads", [None, "another", "policy", "all"])
-def test_weights_that_others_see_too_are_a_copy_unless_they_are_only_read(reads):
+def test_weights_that_others_see_too_are_a_copy_unless_they_are_only_read(reads, monkeypatch):
     """An array as Ray has it, whose memory belongs to all actors of a node."""
+    # Receivers of earlier tests may still be alive in this process.
+    monkeypatch.setattr(packed_weights_module, "_readers", weakref.WeakKeyDictionary())
     packed_weights = Packer().pack({"w": torch.ones(8)}, "policy", 1)
     shared = packed_weights.pieces[0].numpy()
 
