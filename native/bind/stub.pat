@@ -14,11 +14,11 @@ shmsync._native.ReadSection.stamp|_native.ReadSection.stamp:
     def stamp(self) -> VersionStamp:
         \doc
 
-shmsync._native.Sections.read|_native.Sections.read:
+shmsync._native.ReadMethods.read|_native.ReadMethods.read:
     def read(self, *, version: int | None = None, timeout: float | None = None) -> ReadSection:
         \doc
 
-shmsync._native.Sections.refresh|_native.Sections.refresh:
+shmsync._native.ReadMethods.refresh|_native.ReadMethods.refresh:
     def refresh(self) -> bool:
         \doc
 

@@ -146,9 +146,9 @@ PyObject* refresh_or_null(PyObject* self, PyObject*) {
 }
 
 // What a Subscriber shows of its reader without a step through Python.
-class Sections {
+class ReadMethods {
  public:
-  explicit Sections(nb::object reader) : reader_(std::move(reader)) { nb::cast<Reader*>(reader_); }
+  explicit ReadMethods(nb::object reader) : reader_(std::move(reader)) { nb::cast<Reader*>(reader_); }
   PyObject* reader() const { return reader_.ptr(); }
 
  private:
@@ -156,11 +156,11 @@ class Sections {
 };
 
 PyObject* read_of_sections(PyObject* self, PyObject* args, PyObject* kwargs) {
-  return read_or_null(nb::inst_ptr<Sections>(self)->reader(), args, kwargs);
+  return read_or_null(nb::inst_ptr<ReadMethods>(self)->reader(), args, kwargs);
 }
 
 PyObject* refresh_of_sections(PyObject* self, PyObject* args) {
-  return refresh_or_null(nb::inst_ptr<Sections>(self)->reader(), args);
+  return refresh_or_null(nb::inst_ptr<ReadMethods>(self)->reader(), args);
 }
 
 PyMethodDef read_method = {
@@ -260,7 +260,7 @@ void bind_reader(nb::module_& m) {
 
   nb::class_<Reader> reader(m, "Reader", "The reader's side of the protocol.", nb::is_weak_referenceable());
   add_methods(reader, {&read_method, &refresh_method});
-  nb::class_<Sections> sections(m, "Sections", "The read sections of a reader; base of Subscriber.");
+  nb::class_<ReadMethods> sections(m, "ReadMethods", "The read sections of a reader; base of Subscriber.");
   add_methods(sections, {&shown_read_method, &shown_refresh_method});
   sections.def(nb::init<nb::object>(), "reader"_a, nb::sig("def __init__(self, reader: Reader) -> None"));
   reader

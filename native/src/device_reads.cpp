@@ -18,7 +18,7 @@ std::shared_ptr<Later> DeviceReads::begin(std::uint32_t slot) {
   const std::lock_guard locked(mutex_);
   ++total_;
   if (under_way_[slot]++ == 0 && mine()) {
-    // SYNC held.set: relaxed; the release that takes the pin away comes after it. Pairs with slot_is_free(): a writer
+    // SYNC held.set: relaxed; the release that takes the pin away comes after it. Pairs with choose_slot(): a writer
     // that finds the pin gone finds this. An addition to the word, not a new one: it passes on what end() has released.
     row_.held.fetch_or(std::uint64_t{1} << slot, std::memory_order_relaxed);
   }
@@ -29,7 +29,7 @@ void DeviceReads::end(std::uint32_t slot) {
   const std::lock_guard locked(mutex_);
   --total_;
   if (--under_way_[slot] == 0 && mine()) {
-    // SYNC held.release: release; pairs with slot_is_free(). The device's reads of the slot happened before the
+    // SYNC held.release: release; pairs with choose_slot(). The device's reads of the slot happened before the
     // writer's stores.
     row_.held.fetch_and(~(std::uint64_t{1} << slot), std::memory_order_release);
     ack_if_due();

@@ -70,11 +70,11 @@ Begin PublicationWriter::begin() {
   // reload of `current` sees the gate (slots = 1) or the newer version (slots ≥ 2) and it backs off. With
   // release the scan could pass the store above, and both would go ahead.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  return slot_is_free() ? mark() : Begin::busy;
+  return choose_slot() ? mark() : Begin::busy;
 }
 
 Begin PublicationWriter::wait_begin(Nanoseconds timeout) {
-  return sleep_until([this] { return slot_is_free(); }, timeout, kSpin) ? mark() : Begin::busy;
+  return sleep_until([this] { return choose_slot(); }, timeout, kSpin) ? mark() : Begin::busy;
 }
 
 Begin PublicationWriter::mark() {
@@ -86,7 +86,7 @@ Begin PublicationWriter::mark() {
   return Begin::ready;
 }
 
-bool PublicationWriter::slot_is_free() {
+bool PublicationWriter::choose_slot() {
   std::array<bool, kMaxSlots> pinned{};
   bool any = false;
   for (std::uint32_t i = 0; i < readers_.size(); ++i) {
@@ -130,7 +130,7 @@ std::vector<Blocker> PublicationWriter::blockers() const {
   std::vector<Blocker> found;
   for (std::uint32_t i = 0; i < readers_.size(); ++i) {
     const std::uint64_t pin = readers_[i].pin.load(std::memory_order_acquire);  // SYNC pin.store: its owner, below
-    // SYNC held.set: after the pin, as in slot_is_free()
+    // SYNC held.set: after the pin, as in choose_slot()
     const std::uint64_t held = on_device_ ? readers_[i].held.load(std::memory_order_acquire) & written_ : 0;
     const auto in_the_way = [this](std::uint32_t slot) { return slot_count_ == 1 || slot != current_slot_; };
     std::optional<std::uint64_t> version;

@@ -169,7 +169,7 @@ void ReadSide::retire() {
 
 void ReadSide::unpin() {
   if (!owns_row()) return;  // evicted: the pin there is our successor's
-  // SYNC pin.release: release; pairs with slot_is_free(). Our loads of the slot happened before the writer's stores.
+  // SYNC pin.release: release; pairs with choose_slot(). Our loads of the slot happened before the writer's stores.
   row_.pin.store(0, std::memory_order_release);
   SHMSYNC_FAILPOINT("unpin.stored");
   wake_writer(line_, reply_);

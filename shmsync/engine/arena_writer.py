@@ -90,7 +90,7 @@ class ArenaWriter:
         timeout = self.side.timeout
         self.side.traces.begin_requested(deadline_after(None, timeout), self.side.check)
         self.publish(None, deadline_after(None, timeout), version=first_version)
-        self.side.settle(deadline_after(None, timeout))
+        self.side.wait_until_published(deadline_after(None, timeout))
         segment.make_ready(self._created)
 
     @property
@@ -203,7 +203,7 @@ class ArenaWriter:
             if plan.in_place:
                 side.refuse_poisoned()
             publish_plan(side, plan, deadline)
-            side.settle(deadline)
+            side.wait_until_published(deadline)
         side.adopted = adoption
         adoption.move_in(side.writer)
         self.source = module
@@ -277,7 +277,7 @@ class ArenaWriter:
         """Wait until these rows have acked, at most `nanoseconds`; returns those that have not. Raises DeviceFailed."""
         side = self.side
         try:
-            side.settle(time.monotonic() + nanoseconds / 1e9)
+            side.wait_until_published(time.monotonic() + nanoseconds / 1e9)
         except WriterBusy:
             return rows
         return list(side.writer.wait_acks(version, rows, nanoseconds))

@@ -1,7 +1,8 @@
 """What became of a version: the workers that applied it, those that did not, and the sentences of the errors.
 
 Every error about workers is composed here, whether they answer through the reader table (row_wait.py), a pipe or
-another machine.
+another machine. Other AckTimeouts are about a message, not workers: schemes/pipes/multi_model.py,
+schemes/link/worker_end.py and schemes/remote/ray/ray_carrier.py.
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ import torch
 from .. import _native
 from ..errors import ClosedError, NoSpace
 from . import deferred_free as lent
-from .buffer_alloc import Fresh, filled
 from .control import segment
 from .devices import Device, OnDevice, has_address
 from .manifest import Key, Leaf, Manifest, fingerprint, tree
 from .slab import slab
 from .slab.slab import Slab
+from .snapshot_memory import Fresh, filled
 from .system.calls import close, refusals
 from .system.process import me
 from .system.when_imported import when_imported

@@ -19,8 +19,8 @@ import torch
 from tensordict import TensorDictBase
 
 from ..engine.source import extra_state
-from ..engine.source.second_names import tied_along
 from ..engine.source.strategy import leaves_of, refuse_odd
+from ..engine.source.tied import tied_along
 from ..memory.manifest import tie
 from ..memory.torch_modes import run_plainly
 

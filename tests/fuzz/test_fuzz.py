@@ -8,7 +8,7 @@ from shmsync.memory import manifest
 from shmsync.memory.manifest import Manifest
 from shmsync.schemes.link import messages
 from shmsync.schemes.remote import packed_weights
-from shmsync.schemes.remote.distributed import rendezvous
+from shmsync.schemes.remote.distributed import rank_address
 from support.fuzz import fuzz
 from support.fuzz.targets import TARGETS
 
@@ -37,7 +37,7 @@ LEFT_OUT = {  # what is fuzzed, and a check of it with what believes everything 
         "packed-weights", packed_weights, "_checked", lambda label, sizes: Manifest.from_json(label.manifest, 2**63)
     ),
     "tags": ("messages", messages, "wrong_with", lambda message: None),
-    "addresses": ("ranks", rendezvous.ipaddress, "ip_address", str),
+    "addresses": ("ranks", rank_address.ipaddress, "ip_address", str),
 }  # fmt: skip
 
 

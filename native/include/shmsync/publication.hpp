@@ -89,8 +89,8 @@ class PublicationWriter {
   bool wait_acks(std::uint64_t version, std::vector<Awaited>& rows, Nanoseconds timeout);
 
  private:
-  Begin mark();         // seq odd: from here on the slot's bytes may change
-  bool slot_is_free();  // scan the pins, choose slot_
+  Begin mark();        // seq odd: from here on the slot's bytes may change
+  bool choose_slot();  // scan the pins, choose slot_
   bool garbage(std::uint64_t pin) const;
   void let_waiting_readers_in();  // fairness, slots = 1
   bool somebody_has_a_turn();

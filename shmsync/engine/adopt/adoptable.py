@@ -15,8 +15,8 @@ from ..bind.module_check import refuse_max_norm
 from ..source.leaf_check import problem_with
 from ..source.manifest_check import elsewhere, mismatches, same_bytes, same_layout, untied
 from ..source.overlaps import overlapping
-from ..source.second_names import second_names, without
 from ..source.sources import EVERYTHING, Collected, Filter, collect
+from ..source.tied import second_names, without
 from .optimizer_hooks import state_tensors, stuck_states
 
 _NO_TENSORS = frozenset({bool, int, float, str, type(None), tuple, list, set, dict})  # most attributes

@@ -26,7 +26,7 @@ from ..source.overlaps import shown_by_others
 from ..source.sources import Filter, collect
 from ..source.wrappers import modules_in
 from .adoptable import Parts, misfit, parts_of
-from .buffers import AdoptedBuffers
+from .adopted_buffers import AdoptedBuffers
 from .optimizer_hooks import OptimizerWatch, StepGate, laid, states_follow, stepped_by, stuck_states
 
 R = TypeVar("R")

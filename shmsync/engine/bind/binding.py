@@ -181,13 +181,13 @@ class Binding:
                     self._dicts = _native.Sources(self._watched, [(tensor, 0, 0) for tensor in self._viewed])
                     self._placed = True
         if self.copied:
-            self._copy(slot)
+            self._renew_copies(slot)
         torch.clear_autocast_cache()  # what was computed from the version before
         if (parametrize := sys.modules.get("torch.nn.utils.parametrize")) is not None:
             parametrize._cache.clear()
         return True
 
-    def _copy(self, slot: int) -> None:
+    def _renew_copies(self, slot: int) -> None:
         """Renew the private copies, after what earlier sections have asked a device for with the old ones."""
         made = self._arena.views(slot)
         path = self.path()

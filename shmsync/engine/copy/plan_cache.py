@@ -14,8 +14,8 @@ from ...memory.arena import Arena
 from ...memory.torch_modes import run_plainly
 from ..by_identity import ByIdentity
 from ..source.leaf_check import is_tensordict
-from ..source.second_names import second_names, without
 from ..source.sources import EVERYTHING, Collected, Filter, Weights, collect, not_saved
+from ..source.tied import second_names, without
 from ..source.wrappers import of_wrappers, respelled
 from .copy_plan import CopyPlan
 from .source_signature import LEVELS, Seen

@@ -12,9 +12,9 @@ import torch
 
 from ... import _native
 from ...memory.arena import Arena, lies_in, readonly_ranges
-from ...memory.buffer_alloc import Pieces
 from ...memory.devices import assign
 from ...memory.manifest import Key, Leaf, Manifest
+from ...memory.snapshot_memory import Pieces
 from ...memory.torch_modes import count_change, plainly
 from ..by_identity import ByIdentity
 from ..source.leaf_check import is_tensordict, problem_with

@@ -22,9 +22,9 @@ from .dtypes import Dtypes, check_dtypes, kept_leaves
 from .leaf_check import problem_with
 from .manifest_check import plain, same_bytes
 from .overlaps import shared_in_part
-from .second_names import without
 from .sources import EVERYTHING, check_keys, collect, not_saved
 from .targets import made_anew, problem_with_target
+from .tied import without
 from .wrappers import of_wrappers, respelled, spelled_in, state_of, submodules, walk
 
 Form = Literal["tensordict", "state_dict"]

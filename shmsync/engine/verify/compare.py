@@ -16,8 +16,8 @@ from ...memory.devices import has_address
 from ...memory.manifest import Key, Leaf, Manifest
 from ...memory.torch_modes import plainly
 from ..source.leaf_check import problem_with
-from ..source.second_names import second_names
 from ..source.sources import EVERYTHING, collect, not_saved
+from ..source.tied import second_names
 from ..source.wrappers import unwrapped
 from .checksums import checksum_of, checksums_in
 

@@ -47,7 +47,7 @@ class DeviceWrites(HostWrites):
         self._commit: _native.HostCall | None = None
         self._asked = False  # for copies since the last version that was published; before a write: by one given up
         self._number = 0  # the version that is under way
-        # Kept until settle() or take_back(), where after= is an event.
+        # Kept until wait_until_published() or take_back(), where after= is an event.
         self._sources: Sequence[torch.UntypedStorage] = ()
 
     @property
@@ -60,7 +60,7 @@ class DeviceWrites(HostWrites):
         """As in HostWrites; while a version is under way, the one before."""
         return self._writer.published
 
-    def settle(self, deadline: float) -> bool:
+    def wait_until_published(self, deadline: float) -> bool:
         """As in HostWrites."""
         commit = self._commit
         if commit is None:
@@ -140,7 +140,7 @@ class DeviceWrites(HostWrites):
         self._asked = True
         self._device.follow(self._stream, self._device.current())
 
-    def finish(self, deadline: float) -> None:
+    def wait_until_copied(self, deadline: float) -> None:
         """As in HostWrites."""
         late = (
             f"the next version of arena {self._name!r} is still being copied on {self._device.name}, and its checksums "

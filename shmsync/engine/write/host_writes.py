@@ -52,7 +52,7 @@ class HostWrites:
         """The published version, and its slot."""
         return int(self._writer.version), int(self._writer.current_slot)
 
-    def settle(self, deadline: float) -> bool:
+    def wait_until_published(self, deadline: float) -> bool:
         """Wait until the version that is under way is published. False: there is none.
 
         Raises DeviceFailed when it never will be; then it is taken back. DeviceBusy at the deadline.
@@ -104,7 +104,7 @@ class HostWrites:
     def open_to(self) -> None:
         """An update() is open: its body writes into the slot, by the calling thread's current stream."""
 
-    def finish(self, deadline: float) -> None:
+    def wait_until_copied(self, deadline: float) -> None:
         """Wait until everything that was written is there, what the calling thread's stream does to it too.
 
         Raises DeviceBusy at the deadline, DeviceFailed.

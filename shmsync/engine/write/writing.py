@@ -94,24 +94,25 @@ class WriteSide:
     def ready(self, deadline: float) -> None:
         """The gate of every use of the writer: raise if this process may not write, or while a version is under way.
 
-        Call it first, with the lock. On a device it waits until that version is published. Raises as settle() does.
+        Call it first, with the lock. On a device it waits until that version is published, and raises as
+        wait_until_published() does.
         """
         self.check()  # close() may have come between
         if self.writes.under_way:
-            self.settle(deadline)
+            self.wait_until_published(deadline)
 
     @property
     def current(self) -> tuple[int, int]:
         """The published version, and its slot."""
         return self.writes.published
 
-    def settle(self, deadline: float) -> None:
+    def wait_until_published(self, deadline: float) -> None:
         """On a device: wait until the version that is under way is published.
 
         Raises WriterBusy when it is not in time, DeviceFailed when it never will be.
         """
         try:
-            if self.writes.settle(deadline):
+            if self.writes.wait_until_published(deadline):
                 self._published()
         except DeviceFailed:
             self.undo()
@@ -142,7 +143,7 @@ class WriteSide:
         nothing is published.
         """
         if self._sums is not None:
-            self.writes.finish(deadline)
+            self.writes.wait_until_copied(deadline)
             self._sums.write(self._writer.slot)
 
     def commit(self) -> int:
@@ -303,7 +304,7 @@ class WriteSide:
 
     def wait_acks(self, version: int, acks: Acks, deadline: float) -> None:
         """Wait, after the commit, until the workers have applied the version. Raises WorkerDied, AckTimeout."""
-        self.settle(deadline)
+        self.wait_until_published(deadline)
         started = time.perf_counter()
         try:
             watch = self.worker_watch

@@ -15,9 +15,9 @@ from ...engine.publisher import Publisher, writer_of
 from ...engine.source import extra_state
 from ...engine.source.cast_before_send import matching_dtypes
 from ...engine.source.dtypes import Dtypes, dtypes_of
-from ...engine.source.second_names import tied_along
 from ...engine.source.sources import EVERYTHING, Weights, collect, not_saved
 from ...engine.source.strategy import WeightStrategy
+from ...engine.source.tied import tied_along
 from ...errors import ManifestMismatch
 from ...memory.manifest import Key
 from .worker_devices import DeviceChoice, WorkerDevices, devices_for

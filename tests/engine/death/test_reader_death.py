@@ -180,7 +180,7 @@ def test_named_worker_that_acked_and_left_at_once_has_applied(attached):
         assert worker.call(look) == (2, 2, 2)
         worker.call(detach)
         side = pub._writer.side
-        side.settle(for_ever)
+        side.wait_until_published(for_ever)
         wait_for_acks(side.pin_wait, version, [4], for_ever, side.close_request.pending)
 
 

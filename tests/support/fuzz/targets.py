@@ -30,8 +30,8 @@ from shmsync.memory.system.process import Peers
 from shmsync.schemes.link.connection import Channel
 from shmsync.schemes.link.messages import Tag, Tagged
 from shmsync.schemes.link.worker_end import WorkerEnd
+from shmsync.schemes.remote.distributed.rank_address import RankAddress, read_address, write_address
 from shmsync.schemes.remote.distributed.rank_messages import RankAnswer, RankMessage, RelayEnd, wrong_with
-from shmsync.schemes.remote.distributed.rendezvous import RankAddress, read_address, write_address
 from shmsync.schemes.remote.location import here
 from shmsync.schemes.remote.packed_weights import Label, Packer, unpack
 from support.faults.forged import FIELDS, identity, packed

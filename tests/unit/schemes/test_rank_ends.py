@@ -16,10 +16,10 @@ from shmsync import ForkedHandle, ProtocolError
 from shmsync.engine.source.strategy import WeightStrategy
 from shmsync.schemes.link.proved import PROOF
 from shmsync.schemes.remote.distributed import rank_inbox
+from shmsync.schemes.remote.distributed.rank_address import RankAddress, thread_of, write_address
 from shmsync.schemes.remote.distributed.rank_inbox import Inbox
 from shmsync.schemes.remote.distributed.rank_messages import RankAnswer, RankMessage
 from shmsync.schemes.remote.distributed.rank_sender import RankEnd, wait_for
-from shmsync.schemes.remote.distributed.rendezvous import RankAddress, thread_of, write_address
 from shmsync.schemes.remote.location import here
 from shmsync.schemes.remote.packed_weights import Packer
 from shmsync.schemes.remote.remote_requests import Failed, Gone

@@ -29,8 +29,8 @@ from ..packed_weights import Announcement, Label, unpack
 from ..relay import RelayOptions, close_here, publish_here
 from ..weight_client import fetch
 from .group_transfers import receive
+from .rank_address import RankAddress, own_host, read_address, store_errors, write_address
 from .rank_messages import FAILED, UNTAKEN, UPDATED, RankAnswer, RankMessage, RelayEnd, wrong_with
-from .rendezvous import RankAddress, own_host, read_address, store_errors, write_address
 
 _SLICE = 0.05  # seconds of a wait
 _STORE = 0.5  # seconds between two looks whether the store is still there, while no sender is

@@ -37,8 +37,8 @@ from ..relay import RelayOptions
 from ..remote_requests import Call, Failed, Gone, Unreached
 from ..weight_server import FetchTicket
 from .group_transfers import SENDER, need_group
+from .rank_address import RankAddress, read_address, thread_of
 from .rank_messages import UNTAKEN, UPDATED, Farewell, RankAnswer, RankMessage, RelayEnd, wrong_with
-from .rendezvous import RankAddress, read_address, thread_of
 
 _numbers = itertools.count(1)  # of messages
 # By number. A rank may take a message although its sender has given up; it waits for the bytes then, so these stay.
