@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import os
@@ -37,6 +38,7 @@ from support.summary import Summary  # noqa: E402
 torch.set_num_threads(1)
 for _module in worker.PRELOADED:
     importlib.import_module(_module)
+STDERR = -1
 RUNNERS_OWN = set(sys._current_frames())  # threads of what runs the tests: pytest-xdist has some
 
 
@@ -52,7 +54,17 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    global STDERR
+    STDERR = os.dup(2)  # before a test's output is captured
     config.pluginmanager.register(Summary(config), "summary")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node):
+    """The limit that pytest and pytest-timeout lift when a test has failed, for what the test closes then."""
+    if isinstance(node, pytest.Item):
+        limit = float(node.config.getini("faulthandler_timeout"))
+        faulthandler.dump_traceback_later(limit, file=STDERR, exit=True)  # ended where that of pytest ends
 
 
 def pytest_runtest_setup(item):

@@ -87,22 +87,35 @@ def naming(error, missing, match=None):
     assert type(missing)(caught.value.missing) == missing
 
 
-def in_forked_child(function):
-    """(exit status, what function() returned) in a fork of this process, which ends without any clean-up."""
+def forked_child(function):
+    """The pid of a fork of this process, which ends with function() and without any clean-up: 0, or 70 if it raised.
+
+    Whatever it raises must not reach pytest, which would go on in the child as a second writer to its pipes.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             faulthandler.disable()  # dying is what some children are for
-            os.close(ours)
-            os.write(theirs, pickle.dumps(function()))
+            function()
             os._exit(0)
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(70)
+    return pid
+
+
+def in_forked_child(function):
+    """(exit status, what function() returned) in a fork of this process, which ends without any clean-up."""
+    ours, theirs = os.pipe()
+
+    def child():
+        os.close(ours)
+        os.write(theirs, pickle.dumps(function()))
+
+    pid = forked_child(child)
     os.close(theirs)
     with os.fdopen(ours, "rb") as file:
         text = file.read()

@@ -61,8 +61,28 @@ def make_scheduler(config, log):
     from xdist.scheduler import LoadScopeScheduling
 
     class Groups(LoadScopeScheduling):
+        """Goes on when a process of the run dies. pytest-xdist gives out again what that one had ended, and stops."""
+
         def _split_scope(self, nodeid):
             return group_of(nodeid)
+
+        def remove_node(self, node):
+            """The test in which the process died, which is not run again; what else it had is given to the others."""
+            work = self.assigned_work.pop(node)
+            died_in = next((test for group in work.values() for test, done in group.items() if not done), None)
+            if died_in is not None:
+                work[group_of(died_in)][died_in] = True
+                self.workqueue.update({name: group for name, group in work.items() if not all(group.values())})
+                for each in self.nodes:
+                    self._reschedule(each)
+            return died_in
+
+        def _reschedule(self, node):
+            # A process keeps its last test until it is given another one, or told that there is none.
+            while self.workqueue and not node.shutting_down and self._pending_of(self.assigned_work[node]) <= 2:
+                self._assign_work_unit(node)
+            if not self.workqueue and not node.shutting_down:
+                node.shutdown()
 
     config.option.loadscopereorder = False  # the order is that of rank()
     return Groups(config, log)

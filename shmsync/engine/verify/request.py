@@ -6,7 +6,6 @@ worker sees the question when it next enters a section.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -35,14 +34,19 @@ class VerifyRequest:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._number = 0
-        self._turn = threading.Lock()
+        self._asking: dict[str, object] = {}  # "now": the call that asks, if there is one
 
     def ask(self, workers: list[int] | None, version: int, deadline: float, check: Callable[[], None]) -> Proof:
         """Ask these workers (None: who is attached now) and wait. `check` raises what else should end the wait."""
         control, manifest, what = self._arena.control, self._arena.manifest, f"version {version}"
-        if not self._turn.acquire(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
-            raise WriterBusy("another thread is in verify() of this Publisher; let it finish first", version=version)
-        try:
+        mine = object()
+        try:  # no lock: an interrupt between acquire() and `try` would leave it taken
+            while self._asking.setdefault("now", mine) is not mine:
+                if time.monotonic() >= deadline:
+                    raise WriterBusy(
+                        "another thread is in verify() of this Publisher; let it finish first", version=version
+                    )
+                time.sleep(NAP)
             question = self._number = self._number % _LAST + 1
             control.ask(question)
             with closing(Peers()) as peers:
@@ -51,9 +55,10 @@ class VerifyRequest:
                 rows.until(deadline, check, lambda: time.sleep(NAP))
                 outcome = rows.outcome(_WORDING)
         finally:
-            if self._arena.mapped:
-                control.ask(0)  # a late worker need not read all weights for a proof that has ended
-            self._turn.release()
+            if self._asking.get("now") is mine:
+                if self._arena.mapped:
+                    control.ask(0)  # a late worker need not read all weights for a proof that has ended
+                del self._asking["now"]
         found = {name: Verdict.problem(row.found, manifest) for name, row in rows.done.items()}
         wrong = {name: problem for name, problem in found.items() if problem[0]}
         if wrong:

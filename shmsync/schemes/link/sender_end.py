@@ -319,8 +319,8 @@ class Route:
         locked = []
         try:
             for end in self._ends:
+                locked.append(end.lock)  # first: an interrupt after acquire() must not leave it taken
                 end.lock.acquire()
-                locked.append(end.lock)
             for each in self._ends:
                 if not each.idle:
                     for end in self._ends:
@@ -338,4 +338,7 @@ class Route:
             return [index for position, index in enumerate(self._indices) if position not in done]
         finally:
             for lock in locked:
-                lock.release()
+                try:
+                    lock.release()
+                except RuntimeError:  # interrupted before it was taken
+                    pass

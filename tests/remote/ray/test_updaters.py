@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -11,6 +9,7 @@ from tensordict import TensorDict
 from shmsync import AckTimeout, RayWeightSyncScheme, RayWeightUpdater, WorkerDied
 from support import processes
 from support.calls import naming
+from support.processes import PATIENCE
 
 ray = pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brings")
 
@@ -24,8 +23,8 @@ def crew(one_ray):
 
 
 def updater_of(actors, weights=None, **options):
-    # With no deadline, only the death of a worker can end a wait for it.
-    return RayWeightUpdater(weights, actors, **{"timeout": math.inf, **options})
+    # Later than any test waits: only the death of a worker ends a wait for it.
+    return RayWeightUpdater(weights, actors, **{"timeout": PATIENCE, **options})
 
 
 def values(actors):

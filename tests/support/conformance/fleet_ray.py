@@ -9,6 +9,7 @@ import pytest
 
 from support.conformance import remote_peers
 from support.conformance.fleet import RemoteFleet, can_go_on
+from support.processes import PATIENCE
 from support.remote.one_ray import SYSTEM, instead_of_the_last
 from support.worker import Gone, RemoteTraceback, Worker
 
@@ -42,7 +43,7 @@ class RayWorker(Worker):
     def wait(self):
         """Until it has started."""
         if self.process is None:
-            self.pid = self._ray.get(self._answer)
+            self.pid = self._ray.get(self._answer, timeout=PATIENCE)
             self.process = Process(self.pid)
 
     def start(self, function, *args, **kwargs):
@@ -51,7 +52,7 @@ class RayWorker(Worker):
 
     def result(self):
         try:
-            ok, value, trace = self._ray.get(self._answer)
+            ok, value, trace = self._ray.get(self._answer, timeout=PATIENCE)
         except self._ray.exceptions.RayActorError:
             self.process.join()
             raise Gone(-9) from None

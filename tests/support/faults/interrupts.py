@@ -20,11 +20,12 @@ class Interrupt(Exception):
 @contextlib.contextmanager
 def on_alarm(handler, *others):
     """This handles the alarms that the body sets by setitimer(), and these other signals."""
+    limit, begun = signal.getitimer(signal.ITIMER_REAL)[0], time.monotonic()  # that of the test
     before = {number: signal.signal(number, handler) for number in (signal.SIGALRM, *others)}
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_REAL, limit and max(0.1, limit - time.monotonic() + begun))
         for number, earlier in before.items():
             signal.signal(number, earlier)
 

@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 from torch import nn
 
 from support.holdings import mapping_at
-from support.processes import until
+from support.processes import PATIENCE, until
 from support.remote import one_ray
 from support.remote.one_ray import instead_of_the_last
 from support.weights import fill
@@ -219,7 +219,7 @@ def start(schemes, count=1, *, kind=Worker, size=SIZE, **options):
 
 def ask(actors, method, *args):
     """What each of them answers."""
-    return ray.get([getattr(actor, method).remote(*args) for actor in actors])
+    return ray.get([getattr(actor, method).remote(*args) for actor in actors], timeout=PATIENCE)
 
 
 def pids(actors):

@@ -13,6 +13,7 @@ import pytest
 
 from shmsync.schemes.link import proved
 from shmsync.schemes.link.proved import NONCE, PROOF, Dial, Listener, proof
+from support.calls import forked_child
 from support.descriptors import exhaust, replenish
 from support.processes import until
 
@@ -161,12 +162,13 @@ def test_a_forked_child_keeps_no_connection_alive(listener, closing):
     ours, theirs = connect(listener)
     kept, told = os.pipe()
     ready, forked = os.pipe()
-    child = os.fork()
-    if not child:
+
+    def in_child():
         os.close(told)
         os.write(forked, b"!")  # what runs after a fork in the child has run
         os.read(kept, 1)  # until the parent ends the test
-        os._exit(0)
+
+    child = forked_child(in_child)
     os.close(kept)
     try:
         assert os.read(ready, 1) == b"!"

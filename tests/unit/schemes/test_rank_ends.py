@@ -23,7 +23,7 @@ from shmsync.schemes.remote.distributed.rank_sender import RankEnd, wait_for
 from shmsync.schemes.remote.location import here
 from shmsync.schemes.remote.packed_weights import Packer
 from shmsync.schemes.remote.remote_requests import Failed, Gone
-from support.calls import Call
+from support.calls import Call, forked_child
 from support.processes import until
 from support.remote import ranks
 
@@ -233,11 +233,13 @@ def test_an_end_that_is_closed_while_it_writes_its_address_leaves_no_thread_and_
 def test_a_forked_child_has_a_thread_of_its_own_and_frees_its_parents_end(ends):
     end = ends.sender()
     with thread_of(ends.store)._users_lock:  # as another thread may have, at a fork
-        pid = os.fork()
-        if pid == 0:
+
+        def in_child():
             end._leave()
             mine = thread_of(ends.store).join()
-            os._exit(not mine.give(lambda: None).done_by(time.monotonic() + SOON))
+            assert mine.give(lambda: None).done_by(time.monotonic() + SOON)
+
+        pid = forked_child(in_child)
     assert os.waitpid(pid, 0)[1] == 0
 
 
@@ -317,13 +319,12 @@ def test_a_worker_that_has_closed_its_end_is_gone_for_good(ends):
 def test_a_forked_child_is_told_whose_connection_it_is(ends):
     inbox, end = ends.worker(), ends.sender()
     call = posted(end)
-    child = os.fork()
-    if not child:
-        try:
+
+    def in_child():
+        with pytest.raises(ForkedHandle):
             post(end)
-        except ForkedHandle:
-            os._exit(0)
-        os._exit(1)
+
+    child = forked_child(in_child)
     assert os.waitpid(child, 0)[1] == 0
     inbox.answer(take(inbox))
     assert finish(call) is None  # the parent's is as it was

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import shmsync
+from support.calls import forked_child
 from support.processes import until
 
 LARGE = 20 << 20  # bytes; from 3 MiB on helpers are started
@@ -163,15 +164,17 @@ def test_a_forked_child_has_helpers_of_its_own(threads):
     with shmsync.Publisher(source) as pub:
         if SEVERAL:
             publish_until_helped(pub, source)
-        child = os.fork()
-        if child == 0:
-            none = not helpers()
+
+        def in_child():
+            assert not helpers()
             with shmsync.Publisher(source) as own:
                 own.publish(doubled)
                 if SEVERAL:
                     publish_until_helped(own, doubled)
                 threads(1)  # torch's own threads are the parent's
-                os._exit(0 if torch.equal(own.weights["w"], doubled["w"]) and none else 1)
+                assert torch.equal(own.weights["w"], doubled["w"])
+
+        child = forked_child(in_child)
         for _ in range(10):
             pub.publish(source)
         assert os.waitpid(child, 0)[1] == 0
