@@ -62,8 +62,8 @@ def pytest_configure(config):
 @pytest.hookimpl(trylast=True)
 def pytest_exception_interact(node):
     """The limit that pytest and pytest-timeout lift when a test has failed, for what the test closes then."""
-    if isinstance(node, pytest.Item):
-        limit = float(node.config.getini("faulthandler_timeout"))
+    limit = float(node.config.getini("faulthandler_timeout"))
+    if limit and isinstance(node, pytest.Item):
         faulthandler.dump_traceback_later(limit, file=STDERR, exit=True)  # ended where that of pytest ends
 
 

@@ -177,6 +177,7 @@ class Tied(nn.Module):
         return self.decoder(self.encoder(x))
 
 
+@pytest.mark.full  # half a minute; tied weights are tested by source, and files by the tests above
 @pytest.mark.parametrize("how", first(["save_model", "shmsync export", "torch.save"]))
 def test_a_module_with_tied_weights_is_bound(tmp_path, publish, how):
     net, path = Tied(), tmp_path / {"torch.save": "net.pt", "save_model": "net.safetensors"}.get(how, "net.st")

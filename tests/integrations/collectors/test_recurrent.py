@@ -70,6 +70,7 @@ def forked(say, which, kind):
     collecting.shutdown()
 
 
+@pytest.mark.full  # test_start_methods.py forks collectors
 @pytest.mark.parametrize("kind", first(["GRU", "nn.LSTM"]))
 @pytest.mark.parametrize("which", first(PROCESSES))
 def test_fork(which, kind):

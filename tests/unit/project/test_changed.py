@@ -10,6 +10,7 @@ OF_ALL = {"tests/unit/project/test_layers.py", "tests/programs/test_docs.py"}
 PUBLISH, BIND, SEND = "unit/write/test_publish", "unit/bind/test_bind", "conformance/sends/test_send"
 
 
+@pytest.mark.full  # the first one reads every import of the project
 @pytest.mark.parametrize(
     ("changed", "reach", "do_not"),
     [
