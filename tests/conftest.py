@@ -61,10 +61,11 @@ def pytest_configure(config):
 
 @pytest.hookimpl(trylast=True)
 def pytest_exception_interact(node):
-    """The limit that pytest and pytest-timeout lift when a test has failed, for what the test closes then."""
+    """Both limits are cancelled when a test fails: set one again, for what its fixtures close then."""
     limit = float(node.config.getini("faulthandler_timeout"))
     if limit and isinstance(node, pytest.Item):
-        faulthandler.dump_traceback_later(limit, file=STDERR, exit=True)  # ended where that of pytest ends
+        leave = node.config.getini("faulthandler_exit_on_timeout")
+        faulthandler.dump_traceback_later(limit, file=STDERR, exit=leave)  # pytest cancels it after the test
 
 
 def pytest_runtest_setup(item):

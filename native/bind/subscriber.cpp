@@ -155,11 +155,11 @@ class ReadMethods {
   nb::object reader_;
 };
 
-PyObject* read_of_sections(PyObject* self, PyObject* args, PyObject* kwargs) {
+PyObject* read_of_methods(PyObject* self, PyObject* args, PyObject* kwargs) {
   return read_or_null(nb::inst_ptr<ReadMethods>(self)->reader(), args, kwargs);
 }
 
-PyObject* refresh_of_sections(PyObject* self, PyObject* args) {
+PyObject* refresh_of_methods(PyObject* self, PyObject* args) {
   return refresh_or_null(nb::inst_ptr<ReadMethods>(self)->reader(), args);
 }
 
@@ -178,9 +178,9 @@ PyMethodDef refresh_method = {
     "Move to the newest version and ack it. False when nothing is new, and inside a section."};
 
 PyMethodDef shown_read_method = {read_method.ml_name,
-                                 reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(read_of_sections)),
+                                 reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(read_of_methods)),
                                  read_method.ml_flags, read_method.ml_doc};
-PyMethodDef shown_refresh_method = {refresh_method.ml_name, refresh_of_sections, refresh_method.ml_flags,
+PyMethodDef shown_refresh_method = {refresh_method.ml_name, refresh_of_methods, refresh_method.ml_flags,
                                     refresh_method.ml_doc};
 
 void add_methods(nb::handle type, std::initializer_list<PyMethodDef*> methods) {
@@ -260,9 +260,9 @@ void bind_reader(nb::module_& m) {
 
   nb::class_<Reader> reader(m, "Reader", "The reader's side of the protocol.", nb::is_weak_referenceable());
   add_methods(reader, {&read_method, &refresh_method});
-  nb::class_<ReadMethods> sections(m, "ReadMethods", "The read sections of a reader; base of Subscriber.");
-  add_methods(sections, {&shown_read_method, &shown_refresh_method});
-  sections.def(nb::init<nb::object>(), "reader"_a, nb::sig("def __init__(self, reader: Reader) -> None"));
+  nb::class_<ReadMethods> methods(m, "ReadMethods", "read() and refresh() of a reader; base of Subscriber.");
+  add_methods(methods, {&shown_read_method, &shown_refresh_method});
+  methods.def(nb::init<nb::object>(), "reader"_a, nb::sig("def __init__(self, reader: Reader) -> None"));
   reader
       .def(nb::init<nb::object, std::uint32_t, std::uint64_t, Consistency, const RowReads*>(), "control"_a, "row"_a,
            "me"_a, "consistency"_a, "reads"_a = nb::none(),

@@ -1,8 +1,7 @@
 """What became of a version: the workers that applied it, those that did not, and the sentences of the errors.
 
-Every error about workers is composed here, whether they answer through the reader table (row_wait.py), a pipe or
-another machine. Other AckTimeouts are about a message, not workers: schemes/pipes/multi_model.py,
-schemes/link/worker_end.py and schemes/remote/ray/ray_carrier.py.
+The errors of a wait for workers are composed here, whether they answer through the reader table (row_wait.py), a pipe
+or another machine. What is refused or given up before such a wait begins has its error at that place.
 """
 
 from __future__ import annotations

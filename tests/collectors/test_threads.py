@@ -65,7 +65,7 @@ def test_an_environment_may_fork_processes_of_its_own(collector):
     batches.shutdown()
 
 
-@pytest.mark.full  # a quarter of a minute; integrations/collectors/test_start_methods.py forks too
+@pytest.mark.full  # a quarter of a minute; frames/test_vector_envs.py forks too
 @pytest.mark.parametrize("start_method", ["spawn", "fork"])
 def test_with_other_start_methods(collector, start_method):
     batches = collector(OwnThread, Constant(), **FOUR, start_method=start_method)

@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import os
 import pickle
+import signal
 import sys
 import threading
 import traceback
@@ -98,6 +99,8 @@ def forked_child(function):
     if pid == 0:
         try:
             faulthandler.disable()  # dying is what some children are for
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the limit of the test, which a child has not
+            signal.alarm(300)
             function()
             os._exit(0)
         except BaseException:

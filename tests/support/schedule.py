@@ -7,6 +7,7 @@ nothing, run one by one; all others stay together by file.
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 CREW = re.compile(r"[\[-](forkserver|fork|spawn|ray|rpc|distributed)[-\]]")
@@ -61,13 +62,17 @@ def make_scheduler(config, log):
     from xdist.scheduler import LoadScopeScheduling
 
     class Groups(LoadScopeScheduling):
-        """Goes on when a process of the run dies. pytest-xdist gives out again what that one had ended, and stops."""
+        """Goes on when a process of the run dies.
+
+        pytest-xdist alone gives that one's groups out whole, with the tests that are done. Then it waits for tests that
+        no process runs.
+        """
 
         def _split_scope(self, nodeid):
             return group_of(nodeid)
 
         def remove_node(self, node):
-            """The test in which the process died, which is not run again; what else it had is given to the others."""
+            """Give what it had to the others. Returns the test in which it died, which is not run again, or None."""
             work = self.assigned_work.pop(node)
             died_in = next((test for group in work.values() for test, done in group.items() if not done), None)
             if died_in is not None:
@@ -78,11 +83,18 @@ def make_scheduler(config, log):
             return died_in
 
         def _reschedule(self, node):
+            if node not in self.registered_collections or node.shutting_down:  # schedule() comes when it has collected
+                return
             # A process keeps its last test until it is given another one, or told that there is none.
-            while self.workqueue and not node.shutting_down and self._pending_of(self.assigned_work[node]) <= 2:
+            while self.workqueue and self._pending_of(self.assigned_work[node]) <= 2:
                 self._assign_work_unit(node)
-            if not self.workqueue and not node.shutting_down:
+            if not self.workqueue:
                 node.shutdown()
+
+        def _assign_work_unit(self, node):
+            if node in self.registered_collections:
+                with contextlib.suppress(OSError):  # it has just died, and remove_node() comes
+                    super()._assign_work_unit(node)
 
     config.option.loadscopereorder = False  # the order is that of rank()
     return Groups(config, log)

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 
+from ... import _native
 from ...errors import NotDelivered, WriterBusy
 from ...memory.arena import Arena
 from ...memory.system.process import Peers
-from ..outcome import Wording, listed
+from ..outcome import Outcome, Wording, listed
 from ..row_wait import NAP, RowWait
 from .compare import Proof, Verdict
 
@@ -34,31 +35,22 @@ class VerifyRequest:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._number = 0
-        self._asking: dict[str, object] = {}  # "now": the call that asks, if there is one
+        self._turn = _native.FifoLock()
 
     def ask(self, workers: list[int] | None, version: int, deadline: float, check: Callable[[], None]) -> Proof:
         """Ask these workers (None: who is attached now) and wait. `check` raises what else should end the wait."""
-        control, manifest, what = self._arena.control, self._arena.manifest, f"version {version}"
-        mine = object()
-        try:  # no lock: an interrupt between acquire() and `try` would leave it taken
-            while self._asking.setdefault("now", mine) is not mine:
-                if time.monotonic() >= deadline:
-                    raise WriterBusy(
-                        "another thread is in verify() of this Publisher; let it finish first", version=version
-                    )
-                time.sleep(NAP)
-            question = self._number = self._number % _LAST + 1
-            control.ask(question)
-            with closing(Peers()) as peers:
-                asked = [row.id for row in control.rows()] if workers is None else ()
-                rows = RowWait(control, peers, asked, workers, lambda row: row.question == question)
-                rows.until(deadline, check, lambda: time.sleep(NAP))
-                outcome = rows.outcome(_WORDING)
-        finally:
-            if self._asking.get("now") is mine:
-                if self._arena.mapped:
-                    control.ask(0)  # a late worker need not read all weights for a proof that has ended
-                del self._asking["now"]
+        entered = False
+        try:
+            with _native.ScopedLock([self._turn], deadline, "verify"):
+                entered = True
+                rows, outcome = self._answers(workers, deadline, check)
+        except WriterBusy:
+            if entered:
+                raise
+            raise WriterBusy(
+                "another thread is in verify() of this Publisher; let it finish first", version=version
+            ) from None
+        manifest, what = self._arena.manifest, f"version {version}"
         found = {name: Verdict.problem(row.found, manifest) for name, row in rows.done.items()}
         wrong = {name: problem for name, problem in found.items() if problem[0]}
         if wrong:
@@ -72,3 +64,19 @@ class VerifyRequest:
             )
         outcome.check(what, version)
         return Proof(version, len(manifest.leaves), workers=tuple(rows.done))
+
+    def _answers(
+        self, workers: list[int] | None, deadline: float, check: Callable[[], None]
+    ) -> tuple[RowWait, Outcome]:
+        control = self._arena.control
+        question = self._number = self._number % _LAST + 1
+        try:
+            control.ask(question)
+            with closing(Peers()) as peers:
+                asked = [row.id for row in control.rows()] if workers is None else ()
+                rows = RowWait(control, peers, asked, workers, lambda row: row.question == question)
+                rows.until(deadline, check, lambda: time.sleep(NAP))
+                return rows, rows.outcome(_WORDING)
+        finally:
+            if self._arena.mapped:
+                control.ask(0)  # a late worker need not read all weights for a proof that has ended

@@ -337,8 +337,12 @@ class Route:
                 return []
             return [index for position, index in enumerate(self._indices) if position not in done]
         finally:
-            for lock in locked:
-                try:
+            try:
+                for lock in locked:
                     lock.release()
-                except RuntimeError:  # interrupted before it was taken
-                    pass
+            except BaseException as error:
+                for lock in locked:
+                    if lock._is_owned():  # type: ignore[attr-defined]
+                        lock.release()
+                if not isinstance(error, RuntimeError):  # the last one was not taken yet when an interrupt came
+                    raise

@@ -13,6 +13,7 @@ from torch import nn
 import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from support.calls import Call
+from support.faults.interrupts import on_alarm
 from support.processes import until_waits
 from support.torchrl.pair import Held, filled
 
@@ -27,15 +28,14 @@ def busy(pair, in_forward):
 @pytest.fixture
 def alarm():
     """alarm(handler): it runs in the main thread, in whatever that does a moment later."""
-    earlier = signal.getsignal(signal.SIGALRM)
+    handlers = []
 
     def ring(handler, after=0.3):
-        signal.signal(signal.SIGALRM, lambda *_: handler())
+        handlers.append(handler)
         signal.setitimer(signal.ITIMER_REAL, after)
 
-    yield ring
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, earlier)
+    with on_alarm(lambda *_: handlers[-1]()):
+        yield ring
 
 
 def test_a_second_thread_waits_for_its_turn(busy):

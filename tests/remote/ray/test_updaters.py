@@ -23,7 +23,7 @@ def crew(one_ray):
 
 
 def updater_of(actors, weights=None, **options):
-    # Later than any test waits: only the death of a worker ends a wait for it.
+    # So long that only the death of a worker ends a wait for it.
     return RayWeightUpdater(weights, actors, **{"timeout": PATIENCE, **options})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import itertools
 import logging
 import pickle
 import sys
@@ -16,9 +17,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shmsync
+from shmsync.engine.verify.request import VerifyRequest
 from support.calls import Call
+from support.faults.interrupts import Interrupt, interrupt_at
 from support.processes import until
 from support.weights import fail_half_way, step
+
+NO_HANDLER = ("with ", "try:")  # between the end of such a line and the next one no signal handler runs
 
 
 class Agent(nn.Module):
@@ -320,3 +325,17 @@ def test_the_publisher_cannot_wait_for_answers_while_it_keeps_the_readers_out(de
         pub.verify()
     pub.publish()
     assert sub.verify().version == pub.version
+
+
+def test_an_interrupt_at_any_line_of_a_proof_leaves_the_next_one_possible():
+    def steps(code):
+        return code in (VerifyRequest.ask.__code__, VerifyRequest._answers.__code__)
+
+    with shmsync.Publisher({"w": torch.ones(4)}, checksum=True) as pub:
+        for line in itertools.count():
+            with interrupt_at(line, steps, NO_HANDLER) as raised, contextlib.suppress(Interrupt):
+                pub.verify()
+            assert Call(pub.verify, timeout=20).result().version == 1  # in another thread
+            if not raised:
+                break
+        assert line > 15

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import threading
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 import torch
@@ -14,9 +16,12 @@ from torch import nn
 import shmsync
 from shmsync.schemes import SharedMemWeightSyncScheme
 from shmsync.schemes.arenas.plain_copy import PlainCopy
-from support.calls import calls_of
+from shmsync.schemes.link.sender_end import Route
+from support.calls import Call, calls_of
+from support.faults.interrupts import Interrupt, interrupt_at
 from support.processes import until
 
+NO_HANDLER = "try:", "finally:", "except", "if ", "raise", "for "  # no handler of a signal runs before such a line
 SENDS = 12  # the first few make what is kept
 
 
@@ -126,6 +131,20 @@ def test_a_tensor_takes_no_call_at_either_end(sending):
         least.append((min(ours), min(worker.counts)))
     # On a busy machine each message of one of them may have come late.
     assert all(more - less < many - few for less, more in zip(*least, strict=True)), least
+
+
+def test_an_interrupt_at_any_line_of_the_quick_way_leaves_no_lock_taken(sending):
+    sender, _, module = sending(3)
+    for _ in range(SENDS):
+        sender.send(module)
+    quick = Route.exchange.__code__
+    for line in itertools.count():
+        with interrupt_at(line, lambda code: code is quick, NO_HANDLER) as raised, suppress(Interrupt):
+            sender.send(module)
+        Call(sender.send, module).result()  # in another thread
+        if not raised:
+            break
+    assert line > 10
 
 
 def test_a_plain_tensordict_that_cannot_be_kept_is_looked_at_once(sending):
