@@ -48,7 +48,9 @@ class VerifyRequest:
             if entered:
                 raise
             raise WriterBusy(
-                "another thread is in verify() of this Publisher; let it finish first", version=version
+                "another call of verify() of this Publisher is under way, in another thread or, from a signal handler, "
+                "in this one; let it end first",
+                version=version,
             ) from None
         manifest, what = self._arena.manifest, f"version {version}"
         found = {name: Verdict.problem(row.found, manifest) for name, row in rows.done.items()}
