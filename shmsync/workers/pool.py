@@ -23,7 +23,7 @@ from ..engine.outcome import Failure, RemoteTraceback, listed
 from ..engine.publisher import Publisher, writer_of
 from ..errors import ProtocolError, WorkerDied, WorkerFailed
 from ..memory.system.exiting import stay_if_exiting
-from ..memory.system.process import Peer
+from ..memory.system.process import Peer, start_process
 from ..schemes.link.connection import Channel
 from .importable import check_importable
 from .memory_kills import memory_kills
@@ -57,7 +57,7 @@ class _RankProcess:
 
     def start(self) -> None:
         try:
-            self.process.start()
+            start_process(self.process)
         except RuntimeError as error:
             if "SemLock" not in str(error):
                 raise

@@ -116,3 +116,27 @@ def test_a_killed_trainer_takes_its_waiting_workers_along(tmp_path):
             until(lambda pid=pid: not alive(pid))
     for path in Path("/dev/shm").glob(f"shmsync.{run.pid}-*"):
         path.unlink(missing_ok=True)
+
+
+INTERRUPTED_START = """
+import multiprocessing, socket
+from multiprocessing import forkserver
+from shmsync.memory.system.process import start_process
+
+def started():
+    process = multiprocessing.get_context("forkserver").Process(target=int)
+    start_process(process)
+    process.join(60)
+    return process.exitcode
+
+if __name__ == "__main__":
+    for _ in range(5):
+        assert started() == 0
+        with socket.socket(socket.AF_UNIX) as client:  # a start() whose interrupt came before it sent descriptors
+            client.connect(forkserver._forkserver._forkserver_address)
+"""
+
+
+def test_a_process_starts_though_an_interrupted_start_has_ended_the_fork_server(tmp_path):
+    done = program(tmp_path, INTERRUPTED_START)
+    assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from ...engine.outcome import Failure, Outcome, Wording
 from ...memory.system.exiting import stay_if_exiting
-from ...memory.system.process import Peer
+from ...memory.system.process import Peer, start_process
 from ...schemes import WeightSyncScheme
 from ...schemes.link.connection import Channel
 from ...schemes.link.gather import LinkPoll
@@ -43,7 +43,7 @@ class WorkerProcess:
         self.channel = Channel.of(self._control)
         name = f"shmsync-collector-{spec.index}"
         self.process = context.Process(target=run, args=(spec, weights_there, control_there), name=name, daemon=True)
-        self.process.start()
+        start_process(self.process)
         self.peer = Peer(process=self.process)
         weights_there.close()
         control_there.close()

@@ -16,9 +16,12 @@ import os
 import select
 import signal
 import threading
+import time
 import weakref
 from enum import Enum
 from functools import lru_cache
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 from ... import _native
@@ -45,6 +48,7 @@ class Identity(NamedTuple):
 # Of /proc/<pid>/stat, counted from its third field: start and end of the code, start of the stack, start and end of the
 # data, start of the heap. Not the addresses of arguments and environment, which programs that rename themselves move.
 _STATE, _TICKS, _IMAGE = 0, 19, (23, 24, 25, 42, 43, 44)
+_TRIES, _BETWEEN_TRIES = 50, 0.02  # to start a process by a fork server, seconds
 _STOPPED = ("T", "t")  # by a signal, by a debugger
 
 
@@ -263,3 +267,20 @@ class Peers:
         peer = self._known.pop(owner, None)
         if peer is not None:
             peer.close()
+
+
+def start_process(process: BaseProcess) -> None:
+    """process.start(), again where Python's fork server is ending.
+
+    An interrupt of an earlier start() may end that server: it was connected to, and got no descriptors. Until it is
+    seen to be dead, and is started again, it may still accept connections that it never serves.
+    """
+    tries = _TRIES if isinstance(process, ForkServerProcess) else 1
+    for left in reversed(range(tries)):
+        try:
+            process.start()
+            return
+        except (EOFError, ConnectionError):
+            if left == 0:
+                raise
+            time.sleep(_BETWEEN_TRIES)
