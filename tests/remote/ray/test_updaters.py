@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -9,7 +11,6 @@ from tensordict import TensorDict
 from shmsync import AckTimeout, RayWeightSyncScheme, RayWeightUpdater, WorkerDied
 from support import processes
 from support.calls import naming
-from support.processes import PATIENCE
 
 ray = pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brings")
 
@@ -23,8 +24,8 @@ def crew(one_ray):
 
 
 def updater_of(actors, weights=None, **options):
-    # So long that only the death of a worker ends a wait for it.
-    return RayWeightUpdater(weights, actors, **{"timeout": PATIENCE, **options})
+    # With no deadline, only the death of a worker can end a wait for it.
+    return RayWeightUpdater(weights, actors, **{"timeout": math.inf, **options})
 
 
 def values(actors):

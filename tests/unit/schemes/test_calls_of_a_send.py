@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import threading
+import time
 from collections import Counter
 from contextlib import suppress
 
@@ -19,9 +20,9 @@ from shmsync.schemes.arenas.plain_copy import PlainCopy
 from shmsync.schemes.link.sender_end import Route
 from support.calls import Call, calls_of
 from support.faults.interrupts import Interrupt, interrupt_at
-from support.processes import until
+from support.processes import PATIENCE, until
 
-NO_HANDLER = "try:", "finally:", "except", "if ", "raise", "for "  # no handler of a signal runs before such a line
+NO_HANDLER = ("try:",)  # no handler of a signal runs between the end of the line before it and the next one
 SENDS = 12  # the first few make what is kept
 
 
@@ -120,17 +121,17 @@ def test_a_worker_calls_few_functions(sending):
 
 
 def test_a_tensor_takes_no_call_at_either_end(sending):
-    least, few, many = [], 3, 60
-    for layers in (few, many):
+    least = []
+    for layers in (3, 60):
         sender, (worker,), module = sending(1, layers)
-        ours = []
-        for _ in range(20 * SENDS):  # a message that came in two pieces, or late, takes more
+        ours, end = [], time.monotonic() + PATIENCE
+        # A message that came in two pieces, or late, takes more; on a busy machine hundreds of one end may.
+        while len(ours) < 20 * SENDS or (least and time.monotonic() < end):
             ours.append(sent(sender, module).total())
             if least and (min(ours), min(worker.counts, default=0)) == least[0]:
                 break
         least.append((min(ours), min(worker.counts)))
-    # On a busy machine each message of one of them may have come late.
-    assert all(more - less < many - few for less, more in zip(*least, strict=True)), least
+    assert least[0] == least[1]
 
 
 def test_an_interrupt_at_any_line_of_the_quick_way_leaves_no_lock_taken(sending):
