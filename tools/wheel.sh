@@ -39,10 +39,21 @@ for file in py.typed _native.pyi examples/quickstart.py; do
 done
 if grep -qa SHMSYNC_FAILPOINT "$WORK"/unpacked/shmsync/_native*.so; then echo "the wheel has failpoints"; exit 1; fi
 "$WORK/tools/bin/auditwheel" show "$wheel"
-case "$wheel" in
-  *-abi3-*) "$WORK/tools/bin/abi3audit" --strict "$wheel" ;;
-  *) echo "no abi3 wheel: this Python is older than 3.12" ;;
+stable=$wheel
+case "$wheel" in *-abi3-*) ;; *)
+  echo "== wheel for the stable ABI, which Python has from 3.12 on"
+  rm -rf "$WORK/stable" "$WORK/sdist/build"
+  for python in python3.1{4,3,2} "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[2-9].*/bin/python3 none; do
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && break
+  done
+  if [ "$python" = none ]; then
+    stable= && echo "skipped: there is no Python 3.12 or newer here"
+  else
+    "$python" -m pip wheel -q --no-deps --wheel-dir "$WORK/stable" "$WORK/sdist"
+    stable=$(echo "$WORK"/stable/*.whl)
+  fi ;;
 esac
+[ -z "$stable" ] || "$WORK/tools/bin/abi3audit" --strict "$stable"
 
 echo "== in a clean environment"
 "$PYTHON" -m venv "$WORK/clean"

@@ -125,7 +125,7 @@ PyObject* read_or_null(PyObject* self, PyObject* args, PyObject* kwargs) {
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OO:read", const_cast<char**>(names), &version, &timeout))
     return nullptr;
   try {
-    const bool sound = timeout == Py_None || (PyFloat_Check(timeout) && PyFloat_AS_DOUBLE(timeout) >= 0);
+    const bool sound = timeout == Py_None || (PyFloat_Check(timeout) && PyFloat_AsDouble(timeout) >= 0);
     nb::object seconds = sound ? nb::borrow(timeout) : nb::borrow(self).attr("_checked_timeout")(nb::handle(timeout));
     return nb::cast(Section(nb::borrow(self), nb::borrow(version), std::move(seconds))).release().ptr();
   } catch (nb::python_error& error) {
