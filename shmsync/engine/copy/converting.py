@@ -11,16 +11,18 @@ the slot has.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cached_property
 
 import torch
 
+from ... import _native
 from ...memory.arena import Arena
 from ...memory.devices import Device, assign, holding
 from ...memory.manifest import Leaf
 from ...memory.torch_modes import plainly
 
 STAGED_BYTES = 16 << 20  # the most that is converted beforehand: the price of shorter waits, for small weights only
+LARGE = 32 << 20  # bytes: a device copies such a leaf faster by a call of its own, an H100 by a tenth (docs/gpu.md)
 
 
 class Conversions:
@@ -29,81 +31,83 @@ class Conversions:
     Args:
         arena: whose slots are written.
         sources: tensors that were checked, and their leaves.
+
+    Attributes:
+        none: there is no such leaf, and every later call is a no-op.
+        sources: the tensors that are converted.
+        from_host: the leaves that write_aside() writes: they lie in the host's memory, the slot does not.
+        written: bytes that write() and write_aside() move.
+        staged: the private copies that stage() fills, to be copied as bytes; none if write() converts into the slot.
     """
 
     def __init__(self, arena: Arena, sources: list[tuple[torch.Tensor, Leaf]]) -> None:
         self._arena = arena
-        self.none = not sources  # every later call is then a no-op
-        self._sources = sources
+        self.none = not sources
+        self.sources = [source for source, _ in sources]
         self._leaves = [leaf for _, leaf in sources]
-        self._seen = [_signature(source) for source, _ in sources]
-        self.written = sum(leaf.nbytes for _, leaf in sources)  # bytes that write() and write_aside() move
-        # The private copies that stage() fills, to be copied as bytes; none if write() converts into the slot.
+        self._table = _native_table(self.sources)
+        self._seen = [] if self._table else [_signature(source) for source in self.sources]
+        self.written = sum(leaf.nbytes for leaf in self._leaves)
         self.staged: list[tuple[torch.Tensor, Leaf]] = []
-        if arena.on_device is None and arena.slots == 1 and 0 < self.written <= STAGED_BYTES:
+        self._aside: list[int] = []  # by their places in `sources`
+        self._on_device: _Together | None = None
+        if arena.on_device is not None:
+            self._aside = [place for place, source in enumerate(self.sources) if source.device.type == "cpu"]
+            others = [place for place, source in enumerate(self.sources) if source.device.type != "cpu"]
+            self._on_device = _Together(sources, others, arena.device)
+        elif arena.slots == 1 and 0 < self.written <= STAGED_BYTES:
             self.written = 0
             with plainly():
                 self.staged = [
                     (torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype, device="cpu"), leaf)
-                    for _, leaf in sources
+                    for leaf in self._leaves
                 ]
+        self.from_host = [self._leaves[place] for place in self._aside]
 
     def unchanged(self) -> bool:
         """Is every source where it was when it was checked, with the same shape and dtype?"""
+        if self._table is not None:
+            return self._table.revalidate() and not self._table.moved
         return all(
             seen is not None and _signature(source) == seen
-            for (source, _), seen in zip(self._sources, self._seen, strict=True)
+            for source, seen in zip(self.sources, self._seen, strict=True)
         )
 
     def use(self, tensors: list[torch.Tensor]) -> None:
         """Convert these instead, which were checked; in the order of the sources. An empty list keeps none alive."""
-        self._sources = list(zip(tensors, self._leaves, strict=True)) if tensors else []
+        self.sources, self._table = tensors, None
 
     def stage(self) -> None:
         """Convert what is staged; called before readers are kept out."""
         if self.staged:
             with plainly():
-                for (copy, _), (source, _) in zip(self.staged, self._sources, strict=True):
+                for (copy, _), source in zip(self.staged, self.sources, strict=True):
                     assign(copy, source)
 
     def write(self, slot: int) -> None:
         """Convert what is not staged into this slot, but for what write_aside() writes."""
-        if self._sources and not self.staged:
+        if self.sources and not self.staged:
             views = self._arena.views(slot, writable=True)
+            targets = [views[leaf.key] for leaf in self._leaves]
             with plainly():
-                if self._arena.on_device is not None:
-                    _copy_on_devices(
-                        [(views[leaf.key], each) for each, leaf in self._sources if not self._staged(each)]
-                    )
+                if self._on_device is not None:
+                    self._on_device.copy(targets, self.sources)
                     return
-                for source, leaf in self._sources:
-                    assign(views[leaf.key], source)
-
-    def from_host(self) -> list[Leaf]:
-        """Those that write_aside() writes: they lie in the host's memory, the slot does not."""
-        return [leaf for source, leaf in self._sources if self._staged(source)]
+                for target, source in zip(targets, self.sources, strict=True):
+                    assign(target, source)
 
     def write_aside(self, staging: torch.Tensor) -> None:
-        """Convert those of from_host() into staging memory that is laid out as a slot is."""
+        """Convert those of `from_host` into staging memory that is laid out as a slot is."""
         with plainly():
-            for source, leaf in self._sources:
-                if self._staged(source):
-                    room = staging[leaf.offset : leaf.offset + leaf.nbytes]
-                    room.view(leaf.dtype).as_strided(leaf.shape, leaf.strides).copy_(source)
+            for place, leaf in zip(self._aside, self.from_host, strict=True):
+                room = staging[leaf.offset : leaf.offset + leaf.nbytes]
+                room.view(leaf.dtype).as_strided(leaf.shape, leaf.strides).copy_(self.sources[place])
 
-    @property
+    @cached_property
     def devices(self) -> list[Device]:
-        """The devices on which sources lie."""
-        found = (holding(source) for source, _ in self._sources)
+        """The devices on which sources lie. Other tensors that use() is given lie on the same ones."""
+        found = (holding(source) for source in self.sources)
         return list({device.name: device for device in found if device is not None}.values())
-
-    @property
-    def sources(self) -> list[torch.Tensor]:
-        """The tensors that are converted."""
-        return [source for source, _ in self._sources]
-
-    def _staged(self, source: torch.Tensor) -> bool:
-        return self._arena.on_device is not None and source.device.type == "cpu"
 
 
 # What torch._foreach_copy_() copies by one kernel for many tensors. It has none for other dtypes.
@@ -113,23 +117,45 @@ _KERNELS = {
 }  # fmt: skip
 
 
-def _copy_on_devices(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second tensor of each pair into the first: work of the current streams, and few calls.
+class _Together:
+    """Which tensors on devices torch copies into a slot by one call: work of the current streams, and few calls.
 
     A call has tensors of one device, one dtype on each side, and equal strides. For others torch copies one after the
-    other, and before 2.11 it took the dtype of the first target for all of them.
+    other, and before 2.11 it took the dtype of the first target for all of them. LARGE ones are copied alone.
+
+    Args:
+        sources: tensors and leaves, of which those at these `places` lie on devices.
+        device: where the slot lies.
     """
-    together: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for to, source in pairs:
-        kinds = to.dtype, source.dtype
-        if _KERNELS.issuperset(kinds) and source.device == to.device and source.stride() == to.stride():
-            targets, sources = together.setdefault(kinds, ([], []))
-            targets.append(to)
-            sources.append(source)
-        else:
-            to.copy_(source)
-    for targets, sources in together.values():
-        torch._foreach_copy_(targets, sources)
+
+    def __init__(self, sources: list[tuple[torch.Tensor, Leaf]], places: list[int], device: torch.device) -> None:
+        self._alone: list[int] = []
+        together: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+        for place in places:
+            source, leaf = sources[place]
+            kinds = leaf.dtype, source.dtype
+            alike = source.device == device and source.stride() == leaf.strides and _KERNELS.issuperset(kinds)
+            if alike and leaf.nbytes < LARGE:
+                together.setdefault(kinds, []).append(place)
+            else:
+                self._alone.append(place)
+        self._groups = list(together.values())
+
+    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Copy sources like those into targets, which stand at the same places."""
+        for place in self._alone:
+            targets[place].copy_(sources[place])
+        for group in self._groups:
+            torch._foreach_copy_([targets[place] for place in group], [sources[place] for place in group])
+
+
+def _native_table(tensors: list[torch.Tensor]) -> _native.Sources | None:
+    """What finds out natively whether one of these has changed; None: one does not show itself to native code."""
+    try:
+        table = _native.Sources([], [(tensor, 0, 0) for tensor in tensors])
+        return table if table.revalidate() else None
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 def _signature(tensor: torch.Tensor) -> tuple[object, ...] | None:

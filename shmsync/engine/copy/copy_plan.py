@@ -15,7 +15,7 @@ import torch
 
 from ... import _native
 from ...errors import ManifestMismatch
-from ...memory.arena import Arena, lies_in
+from ...memory.arena import Arena
 from ...memory.devices import has_address
 from ...memory.manifest import Key, Leaf, merged
 from ..source.leaf_check import extent
@@ -104,7 +104,7 @@ class CopyPlan:
         self.conversions.use([placed[position] for position in range(len(placed))])
         # Always: the slab may have been mapped, since the last time, where the tensors of that time were.
         ranges = self._arena.ranges()
-        inside = self._overlaps(ranges) or any(lies_in(tensor, ranges) for tensor in converted)
+        inside = self._overlaps(ranges) or any(outline.converts_within(begin, end) for begin, end in ranges)
         return None if inside or (outline.moved and self.in_place) else True
 
     def release(self) -> None:
@@ -133,7 +133,7 @@ class CopyPlan:
 
     def staged(self) -> list[tuple[int, int]]:
         """For a slot on a device: (place in the slot, bytes) of what aside() writes, in order."""
-        return merged(sorted([*self.pieces, *((leaf.offset, leaf.nbytes) for leaf in self.conversions.from_host())]))
+        return merged(sorted([*self.pieces, *((leaf.offset, leaf.nbytes) for leaf in self.conversions.from_host)]))
 
     def aside(self, staging: torch.Tensor) -> None:
         """For a slot on a device: write what lies in the host's memory, as the slot will have it, to staging memory."""

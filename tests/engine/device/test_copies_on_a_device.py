@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import shmsync
+from shmsync.engine.copy.converting import LARGE
 from support.devices.on_simulated import held_up, stream_of, value
 
 SLOTS = [1, 2, 3]
@@ -138,6 +139,7 @@ ODD = {
     "strides": lambda: {"a": there(4, 6).t(), "b": there(4, 2)[:, 0], "c": there(5)},
     "no kernel": lambda: {"a": there(3, dtype=torch.uint16), "b": there(2)},
     "places": lambda: {"a": torch.ones(3, device="simulated:1"), "b": torch.ones(3), "c": there(3)},
+    "large": lambda: {"a": there(LARGE // 4), "b": there(3), "c": there(LARGE // 4 - 1)},
     "layers": lambda: torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).to("simulated:0"),
 }
 
@@ -145,12 +147,13 @@ ODD = {
 @pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("kind", ODD)
 def test_torch_copies_together_what_is_alike_only(arena, device, monkeypatch, kind, slots):
-    """Else it copies one by one, or, before 2.11, with the dtype of the first target."""
+    """Else it copies one by one, or, before 2.11, with the dtype of the first target; what is large it copies alone."""
     source, together, calls = ODD[kind](), torch._foreach_copy_, []
 
     def alike(targets, sources):
         for tensors in (targets, sources):
             assert len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1
+            assert all(tensor.nbytes < LARGE for tensor in tensors)
         assert [tensor.stride() for tensor in targets] == [tensor.stride() for tensor in sources]
         calls.append(len(targets))
         together(targets, sources)
