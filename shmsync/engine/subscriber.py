@@ -287,6 +287,7 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
     def _copied(self, out: TensorDictBase | None) -> tuple[Targets, int]:
         """What snapshot() has copied one version into, and that version."""
         reader = self._reader
+        reader.check_open()  # before memory is made: a forked child cannot use that of its parent's GPU
         targets = targets_for(out, reader.arena, self._kept_targets)
 
         def copy() -> int:

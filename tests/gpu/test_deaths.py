@@ -1,11 +1,10 @@
 """Processes that end while the arena is on a GPU: nothing leaks, no process hangs, errors are typed."""
 
-import multiprocessing
-
 import pytest
 import torch
 
 import shmsync
+from support.calls import in_forked_child, outcome
 from support.devices import on_gpu
 from support.processes import until
 
@@ -65,21 +64,20 @@ def test_a_closed_publisher_keeps_the_memory_for_its_workers(start, device):
     until(lambda: on_gpu.used(None) <= kept - 4 * on_gpu.WORDS)
 
 
-def _use_in_a_child(pub, answers):
-    try:
-        pub.publish()
-    except BaseException as error:
-        answers.put(type(error).__name__)
-
-
 def test_a_forked_child_is_refused(device):
-    context = multiprocessing.get_context("fork")
-    with shmsync.Publisher(on_gpu.weights(1), slots=2, device=device, timeout=30.0) as pub:
-        answers = context.Queue()
-        child = context.Process(target=_use_in_a_child, args=(pub, answers))
-        child.start()
-        assert answers.get(timeout=60) == "ForkedHandle"
-        child.join()
+    with (
+        shmsync.Publisher(on_gpu.weights(1), slots=2, device=device, timeout=30.0) as pub,
+        shmsync.Subscriber(pub.handle, worker=0, timeout=30.0) as sub,
+    ):
+        calls = {
+            "publish": pub.publish,
+            "read": lambda: sub.read().__enter__(),
+            "snapshot": sub.snapshot,
+            "a subscriber": lambda: shmsync.Subscriber(pub.handle, worker=1),
+            "a publisher": lambda: shmsync.Publisher({"a": torch.ones(2)}, device=device),
+        }
+        status, found = in_forked_child(lambda: {what: outcome(call) for what, call in calls.items()})
+        assert (status, found) == (0, dict.fromkeys(calls, "ForkedHandle"))
         assert pub.publish(wait=[]) == 2
 
 
