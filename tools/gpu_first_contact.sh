@@ -2,9 +2,9 @@
 # First contact with a machine that has an NVIDIA GPU, in commands of at most ten minutes each.
 #
 #     tools/gpu_first_contact.sh wheels     where there is a network: the wheel and what it needs, in build/gpu/wheels
-#     tools/gpu_first_contact.sh probe      installs from there, without a network, beside the machine's own torch; then
+#     tools/gpu_first_contact.sh probe      installs from there, without a network, what the machine's Python lacks; then
 #                                           asks for facts: build/gpu/probe.json
-#     tools/gpu_first_contact.sh test       tests/gpu
+#     tools/gpu_first_contact.sh test       tests/gpu, with options for pytest: test -n 4
 #     tools/gpu_first_contact.sh measure    make bench BENCH=gpu: build/gpu/gpu.md
 #
 # The last three need a GPU. Without one they print that there is none, and exit with 0.
@@ -12,7 +12,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 PLACE=$PWD/build/gpu
-BIN=$PLACE/venv/bin
+SITE=$PLACE/site
 
 case "${1:-}" in
   wheels)
@@ -32,15 +32,21 @@ if ! command -v nvidia-smi >/dev/null || ! nvidia-smi -L | grep -q GPU; then
   echo "skipped: nvidia-smi shows no GPU on this machine"
   exit 0
 fi
-if [ ! -x "$BIN/python" ]; then
-  "$PYTHON" -m venv --system-site-packages "$PLACE/venv"
-  "$BIN/pip" install -q --no-index --no-deps "$PLACE"/wheels/*.whl
+# torch is the machine's own, and so are the bindings of its CUDA if it has them. Not a virtual environment: one made from
+# another does not see that one's packages.
+if [ ! -d "$SITE" ]; then
+  wheels=("$PLACE"/wheels/*.whl)
+  if "$PYTHON" -c "import cuda.bindings" 2>/dev/null; then
+    mapfile -t wheels < <(printf '%s\n' "${wheels[@]}" | grep -v /cuda_)
+  fi
+  "$PYTHON" -m pip install -q --no-index --no-deps --target "$SITE" "${wheels[@]}"
 fi
+export PYTHONPATH=$SITE${PYTHONPATH:+:$PYTHONPATH}
 export TORCHINDUCTOR_COMPILE_THREADS=1
 
 case "$1" in
-  probe) cd / && timeout 590 "$BIN/python" "$OLDPWD/tools/gpu_probe.py" | tee "$PLACE/probe.json" ;;
-  test) cd / && timeout 590 "$BIN/python" -m pytest -q -rs -p no:cacheprovider -c "$OLDPWD/pyproject.toml" \
-    --rootdir "$OLDPWD" --choice all "$OLDPWD/tests/gpu" ;;
-  measure) cd bench && timeout 590 "$BIN/python" gpu.py --largest 1GB --workers 1,4 --out "$PLACE" ;;
+  probe) cd / && timeout 590 "$PYTHON" "$OLDPWD/tools/gpu_probe.py" | tee "$PLACE/probe.json" ;;
+  test) cd / && timeout 590 "$PYTHON" -m pytest -q -rs -p no:cacheprovider -c "$OLDPWD/pyproject.toml" \
+    --rootdir "$OLDPWD" --choice all "$OLDPWD/tests/gpu" "${@:2}" ;;
+  measure) cd bench && timeout 590 "$PYTHON" gpu.py --largest 1GB --workers 1,4 --out "$PLACE" ;;
 esac

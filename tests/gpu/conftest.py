@@ -1,6 +1,7 @@
 """Tests that need NVIDIA GPUs: `make test-gpu`. Elsewhere each of them is skipped, and says what is missing."""
 
 import os
+from contextlib import suppress
 
 import pytest
 import torch
@@ -8,6 +9,10 @@ import torch
 from shmsync.memory.cuda.visible import reason
 
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a pool of inductor's would count as processes that are left
+with suppress(ImportError):  # by which inductor shows its progress: its thread would count as left
+    from tqdm import tqdm
+
+    tqdm.monitor_interval = 0
 
 
 def pytest_collection_modifyitems(items):

@@ -1,4 +1,4 @@
-"""For every Python process of a test run with SHMSYNC_TEST_DEVICE=simulated: arenas and new tensors lie on it.
+"""For every Python process of a test run with SHMSYNC_TEST_DEVICE=simulated, or cuda: arenas and new tensors lie on it.
 
 Python imports this file at its start when this folder is in PYTHONPATH. Nothing is imported before shmsync is.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
+import os
 import sys
 
 
@@ -29,8 +30,10 @@ class _Install(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module):
         self.found.exec_module(module)
-        from support.devices.simulated import install
-
+        if os.environ["SHMSYNC_TEST_DEVICE"] == "cuda":
+            from support.devices.first_gpu import install
+        else:
+            from support.devices.simulated import install
         install(module)
 
 

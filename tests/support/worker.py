@@ -17,7 +17,9 @@ from types import SimpleNamespace
 import torch
 
 from support import processes
-from support.devices import simulated
+from support.devices import first_gpu, simulated
+
+SETTLE = {"simulated": simulated.settle, "cuda": first_gpu.settle}
 
 
 class Gone(Exception):
@@ -85,9 +87,10 @@ class Worker:
         self.process.join()
 
     def stop(self):
-        """SIGSTOP, and wait until it has stopped. An idle worker's device without hardware first does what it has."""
-        if os.environ.get("SHMSYNC_TEST_DEVICE") == "simulated" and not self.busy:
-            self.call(simulated.settle)
+        """SIGSTOP, and wait until it has stopped. An idle worker's device first does what it has."""
+        settle = SETTLE.get(os.environ.get("SHMSYNC_TEST_DEVICE", ""))
+        if settle is not None and not self.busy:
+            self.call(settle)
         processes.stop(self.pid)
 
     def resume(self):

@@ -13,6 +13,7 @@ from support.processes import segment_path
 from support.weights import Net, bytes_of, stamp, stamped
 
 
+@pytest.mark.no_cuda(reason="the child makes modules on the device, and torch refuses that in its own words")
 def test_handles_of_the_parent_raise_in_a_forked_child():
     with shmsync.Publisher(Net(0)) as pub, shmsync.Subscriber(pub.handle, worker=1) as sub:
         module = sub.bind(Net(1))
@@ -36,6 +37,7 @@ def test_handles_of_the_parent_raise_in_a_forked_child():
         assert sub.refresh() is True
 
 
+@pytest.mark.no_cuda(reason="a forked child cannot attach to weights on its parent's GPU")
 def test_forked_child_leaves_the_pin_of_its_parent_alone():
     with shmsync.Publisher(stamped(1)) as pub, shmsync.Subscriber(pub.handle, worker=1) as sub:
         section = sub.read()

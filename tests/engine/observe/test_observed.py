@@ -181,6 +181,7 @@ def spent(pid):
     return [(task / "schedstat").read_text().split()[::2] for task in tasks]
 
 
+@pytest.mark.no_cuda(reason="threads of the driver run all the time")
 def test_nobody_notices_that_they_are_looked_at(start, name, said):
     """The processes that are looked at do not run for it, and no byte of the segment changes: no row is taken."""
     trainer, worker = start(2)

@@ -12,8 +12,10 @@ from support.jobs.engine import attach, attach_and_tell, detach, look
 from support.weights import stamped
 from support.worker import Worker
 
+FORKED = pytest.param("fork", marks=pytest.mark.no_cuda(reason="a forked child cannot use its parent's GPU"))
 
-@pytest.mark.parametrize("method", ["forkserver", "fork", "spawn"])
+
+@pytest.mark.parametrize("method", ["forkserver", FORKED, "spawn"])
 def test_worker_attaches_by_handle(server, method):
     with shmsync.Publisher(stamped(1)) as pub:
         worker = Worker(server if method == "forkserver" else multiprocessing.get_context(method))

@@ -73,9 +73,9 @@ def publish(state, value, wait=None):
 
 def close(state):
     for name in ("sub", "pub"):
-        if hasattr(state, name):
-            getattr(state, name).close()
-            delattr(state, name)
+        if (end := getattr(state, name)) is not None:
+            end.close()
+            setattr(state, name, None)
 
 
 def forward(state, handle, features):
@@ -83,7 +83,8 @@ def forward(state, handle, features):
     if not hasattr(state, "module"):
         state.sub = shmsync.Subscriber(handle, worker=0, timeout=30.0)
         state.module = state.sub.bind(torch.nn.Linear(features, features, device="meta"))
-    return state.module(torch.ones(2, features, device="cuda")).cpu()
+    with torch.no_grad():
+        return state.module(torch.ones(2, features, device="cuda")).cpu()
 
 
 def used(state):

@@ -88,7 +88,7 @@ def assert_shows(found, weights, like=None):
         assert found[key].dtype == tensor.dtype and found[key].shape == tensor.shape
         assert like is None or found[key].stride() == kept(like[key]), key
         rows = [
-            each.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+            each.cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
             for each in (found[key], tensor)
             if each.numel()
         ]
