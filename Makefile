@@ -49,16 +49,17 @@ planted-faults: $(STAMP)
 	$(BIN)/python tools/planted_faults.py $(ARGS)
 
 # The engine's process tests once more, with every arena and every new tensor on a device without hardware
-# (support/devices/simulated.py). Then, with modules in the host's memory, what holds for all schemes, for those in shared
-# memory, and the collector's tests with devices.
+# (support/devices/simulated.py), or with DEVICE=cuda on the first GPU. Then, with modules in the host's memory, what holds
+# for all schemes, for those in shared memory, and the collector's tests with devices.
+DEVICE ?= simulated
 ON_DEVICES := engine unit/source/test_layouts.py unit/bind/test_verify.py
 SCHEMES_ON_DEVICES := $(addprefix conformance/,\
   $(addprefix sends/test_,cast.py many_sends.py partial.py receive.py refused.py send.py together.py verify.py) \
   $(addprefix trouble/test_,death.py own_loop.py own_messages.py threads.py))
 test-device: $(STAMP)
-	export SHMSYNC_TEST_DEVICE=simulated && $(PYTEST) -n $(JOBS) --choice covering \
+	export SHMSYNC_TEST_DEVICE=$(DEVICE) && $(PYTEST) -n $(JOBS) --choice covering \
 	  $(abspath $(addprefix tests/,$(ON_DEVICES))) $(ARGS)
-	export SHMSYNC_TEST_DEVICE=simulated SHMSYNC_TEST_TENSORS=host && \
+	export SHMSYNC_TEST_DEVICE=$(DEVICE) SHMSYNC_TEST_TENSORS=host && \
 	  $(PYTEST) -n $(JOBS) --choice covering -k "shm and forkserver or test_devices" \
 	  $(abspath $(addprefix tests/,$(SCHEMES_ON_DEVICES) collectors/test_devices.py))
 

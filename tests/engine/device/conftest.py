@@ -5,6 +5,14 @@ import shmsync
 from shmsync.memory import devices
 from support.devices.simulated import Simulated, everywhere
 
+OWN_DEVICE = pytest.mark.no_cuda(reason="these tests bring a device of their own")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.parent.name == "device":
+            item.add_marker(OWN_DEVICE)
+
 
 @pytest.fixture(autouse=True)
 def tensors_are_made_in_host_memory():
