@@ -45,7 +45,7 @@ FAULTS = [
     Fault("shmsync/engine/copy/plan_cache.py", "if kept is not None and kept.still_valid():",
           "if kept is not None:", "unit/source/test_replaced_tensors.py"),
     Fault("shmsync/engine/copy/converting.py", "assign(copy, source)", "pass", "unit/source/test_dtypes.py"),
-    Fault("shmsync/engine/copy/converting.py", "together.setdefault(kinds,", "together.setdefault(0,",
+    Fault("shmsync/engine/copy/grouped_copies.py", "groups.setdefault(kinds,", "groups.setdefault(0,",
           "engine/device/test_copies_on_a_device.py"),
     Fault("shmsync/engine/copy/source_signature.py", "_tensordict_class()), order", "_tensordict_class()), order[::-1]",
           "unit/source/test_sources_made_anew.py"),

@@ -20,9 +20,9 @@ from ...memory.arena import Arena
 from ...memory.devices import Device, assign, holding
 from ...memory.manifest import Leaf
 from ...memory.torch_modes import plainly
+from .grouped_copies import GroupedCopies
 
 STAGED_BYTES = 16 << 20  # the most that is converted beforehand: the price of shorter waits, for small weights only
-LARGE = 32 << 20  # bytes: a device copies such a leaf faster by a call of its own, an H100 by a tenth (docs/gpu.md)
 
 
 class Conversions:
@@ -50,11 +50,11 @@ class Conversions:
         self.written = sum(leaf.nbytes for leaf in self._leaves)
         self.staged: list[tuple[torch.Tensor, Leaf]] = []
         self._aside: list[int] = []  # by their places in `sources`
-        self._on_device: _Together | None = None
+        self._on_device: GroupedCopies | None = None
         if arena.on_device is not None:
             self._aside = [place for place, source in enumerate(self.sources) if source.device.type == "cpu"]
             others = [place for place, source in enumerate(self.sources) if source.device.type != "cpu"]
-            self._on_device = _Together(sources, others, arena.device)
+            self._on_device = GroupedCopies(sources, others, arena.device)
         elif arena.slots == 1 and 0 < self.written <= STAGED_BYTES:
             self.written = 0
             with plainly():
@@ -108,45 +108,6 @@ class Conversions:
         """The devices on which sources lie. Other tensors that use() is given lie on the same ones."""
         found = (holding(source) for source in self.sources)
         return list({device.name: device for device in found if device is not None}.values())
-
-
-# What torch._foreach_copy_() copies by one kernel for many tensors. It has none for other dtypes.
-_KERNELS = {
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-}  # fmt: skip
-
-
-class _Together:
-    """Which tensors on devices torch copies into a slot by one call: work of the current streams, and few calls.
-
-    A call has tensors of one device, one dtype on each side, and equal strides. For others torch copies one after the
-    other, and before 2.11 it took the dtype of the first target for all of them. LARGE ones are copied alone.
-
-    Args:
-        sources: tensors and leaves, of which those at these `places` lie on devices.
-        device: where the slot lies.
-    """
-
-    def __init__(self, sources: list[tuple[torch.Tensor, Leaf]], places: list[int], device: torch.device) -> None:
-        self._alone: list[int] = []
-        together: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
-        for place in places:
-            source, leaf = sources[place]
-            kinds = leaf.dtype, source.dtype
-            alike = source.device == device and source.stride() == leaf.strides and _KERNELS.issuperset(kinds)
-            if alike and leaf.nbytes < LARGE:
-                together.setdefault(kinds, []).append(place)
-            else:
-                self._alone.append(place)
-        self._groups = list(together.values())
-
-    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Copy sources like those into targets, which stand at the same places."""
-        for place in self._alone:
-            targets[place].copy_(sources[place])
-        for group in self._groups:
-            torch._foreach_copy_([targets[place] for place in group], [sources[place] for place in group])
 
 
 def _native_table(tensors: list[torch.Tensor]) -> _native.Sources | None:

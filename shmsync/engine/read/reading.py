@@ -121,7 +121,7 @@ class ReadPath(WaitPath):
                         version=self.applied_version,
                     )
                 return verify_held(self, modules)
-            if self.gone and not self._follow():
+            if self.gone and not self._move_to_successor():
                 refuse_succeeded(self)
             try:
                 self._enter_slowly(Enter.GATED, None, Pinned(self.timeout))
@@ -197,7 +197,7 @@ class ReadPath(WaitPath):
                 f"arena {self.name!r} says that its newest version lies in slot {self.latest_slot} but it has "
                 f"{self.arena.slots} slots; something wrote into its control segment, restart its publisher"
             )
-        if self._follow():
+        if self._move_to_successor():
             return self.try_enter(pinned)
         late = time.monotonic() >= deadline
         if outcome == Enter.POISONED:
@@ -274,7 +274,7 @@ class ReadPath(WaitPath):
 
     def _refresh_now(self) -> bool:
         if self._successor is not None:
-            self._follow()
+            self._move_to_successor()
         before = self._moves
         if self.question:
             self._answer_now()
@@ -326,7 +326,7 @@ class ReadPath(WaitPath):
     def _look_for_successor(self) -> None:
         """At the entry of a section now and then: move on if the publisher was started again."""
         try:
-            self._follow()
+            self._move_to_successor()
         except ShmSyncError as error:
             assert self._successor is not None
             self._successor.warn(error)

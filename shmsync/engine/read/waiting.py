@@ -138,7 +138,7 @@ class WaitPath(_native.Reader):
         if self.look_also is not None:
             self.look_also()
 
-    def _follow(self) -> bool:
+    def _move_to_successor(self) -> bool:
         """Move to the arena that has taken this one's place, if there is one. Hold the lock, outside of sections."""
         if self._successor is None or not self.gone:
             return False
@@ -181,7 +181,7 @@ class WaitPath(_native.Reader):
                     last = max(self.latest, self.final_version if self.arena.slots == 1 else 0)
                     if last >= version:
                         return last
-                    if self._follow_in_wait(deadline, entering):
+                    if self._move_to_successor_in_wait(deadline, entering):
                         continue
                     if self._successor is None or self.in_section or late:
                         raise self._none_will_come(version, closed)
@@ -197,16 +197,16 @@ class WaitPath(_native.Reader):
             if trace is not None:
                 trace.span("wait for a version", int(started * 1e9), version)
 
-    def _follow_in_wait(self, deadline: float, entering: bool) -> bool:
+    def _move_to_successor_in_wait(self, deadline: float, entering: bool) -> bool:
         """Does the subscriber read another arena now? A section keeps the one that it has entered."""
         if entering:
-            return self._follow()
+            return self._move_to_successor()
         if self._successor is None or self.in_section:
             return False
         arena = self.arena
         try:
             with self.hold_lock(max(0.0, deadline - time.monotonic())):
-                return self.arena is not arena or self._follow()
+                return self.arena is not arena or self._move_to_successor()
         except WriterBusy:  # another thread stays in its section: this wait is over at its deadline
             return False
 

@@ -8,9 +8,9 @@ that never write (see allow_views()); others get a copy.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import ctypes
 import itertools
+import logging
 import os
 import reprlib
 import secrets
@@ -38,6 +38,8 @@ from ...memory.manifest import Key, Manifest
 from ...memory.slab.memfd import Reusable
 from ...memory.torch_modes import run_plainly
 from ..remote_verify import Asked
+
+_log = logging.getLogger("shmsync")
 
 Kind = Literal["tensordict", "flat", "nested", "question"]
 
@@ -113,6 +115,7 @@ class Packer:
         self.session = secrets.token_hex(8)
         self._piece_bytes = piece_bytes
         self._shared_from = shared_from
+        self._warned = False  # that there is no room for a buffer that may be mapped
         self._free: deque[_PackedMemory] = deque(maxlen=2)
         self._manifest: tuple[Any, Manifest, bytes] | None = None  # of the last weights, by what they are made of
 
@@ -164,9 +167,13 @@ class Packer:
             if [piece.nbytes for piece in buffer.pieces] == sizes and not of_parent:
                 return buffer
         if self._shared_from is not None and sum(sizes) >= self._shared_from:
-            with contextlib.suppress(NoSpace):  # then the network carries them by its own means
+            try:
                 memory = Reusable(sum(sizes))
                 return _PackedMemory(memory.split(sizes), memory)
+            except NoSpace as error:
+                if not self._warned:
+                    self._warned = True
+                    _log.warning("workers cannot fetch these weights from this process, they go in the call: %s", error)
         return _PackedMemory([torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes], None)
 
 

@@ -52,6 +52,20 @@ def packed_weights():
         close_here(packer.session, ended=True)
 
 
+def test_weights_without_room_for_shared_memory_go_in_the_call_and_the_log_says_so_once(monkeypatch, caplog):
+    def refuse(size):
+        raise shmsync.NoSpace(f"{size} bytes are needed")
+
+    monkeypatch.setattr(packed_weights_module, "Reusable", refuse)
+    packer = Packer(shared_from=1)
+    kept = [packer.pack({"w": torch.full((8,), float(version))}, "policy", version) for version in (1, 2)]
+    assert [(packed.memory, packed.pieces[0].view(torch.float32).tolist()) for packed in kept] == [
+        (None, [float(version)] * 8) for version in (1, 2)
+    ]
+    (said,) = caplog.messages
+    assert "they go in the call" in said and "bytes are needed" in said
+
+
 def test_a_relay_does_not_keep_the_weights_that_it_has_published(relay):
     for version in (1, 2):
         weights = Weights(weight=torch.ones(3))
