@@ -23,8 +23,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers on few cores must not e
 
 # With SHMSYNC_TEST_DEVICE=simulated all arenas and new tensors lie on a device without hardware, with =cuda on a GPU,
 # with SHMSYNC_TEST_TENSORS=host too only the arenas; see support/devices/simulated.py and first_gpu.py.
-ON_A_DEVICE = os.environ.get("SHMSYNC_TEST_DEVICE") in ("simulated", "cuda")
-if ON_A_DEVICE:
+DEVICE = os.environ.get("SHMSYNC_TEST_DEVICE")
+if DEVICE not in (None, "simulated", "cuda"):
+    raise pytest.UsageError(f"SHMSYNC_TEST_DEVICE is 'simulated' or 'cuda', not {DEVICE!r}")
+if DEVICE:
     os.environ["PYTHONPATH"] = os.pathsep.join([HERE + "/simulated", os.environ["PYTHONPATH"]])
     exec(Path(HERE, "simulated", "sitecustomize.py").read_text())  # as Python has done in the processes they start
 
@@ -70,10 +72,10 @@ def pytest_exception_interact(node):
 
 def pytest_runtest_setup(item):
     mark = item.get_closest_marker("host_memory")
-    if ON_A_DEVICE and mark is not None:
+    if DEVICE and mark is not None:
         pytest.skip(f"only where weights lie in the host's memory: {mark.kwargs['reason']}")
     mark = item.get_closest_marker("no_cuda")
-    if os.environ.get("SHMSYNC_TEST_DEVICE") == "cuda" and mark is not None:
+    if DEVICE == "cuda" and mark is not None:
         pytest.skip(f"not where weights lie on a GPU: {mark.kwargs['reason']}")
 
 

@@ -2,7 +2,7 @@
 # First contact with a machine that has an NVIDIA GPU, in commands of at most ten minutes each.
 #
 #     tools/gpu_first_contact.sh wheels     where there is a network: the wheel and what it needs, in build/gpu/wheels
-#     tools/gpu_first_contact.sh probe      installs from there, without a network, what the machine's Python lacks; then
+#     tools/gpu_first_contact.sh probe      installs from there, without a network, beside the machine's torch; then
 #                                           asks for facts: build/gpu/probe.json
 #     tools/gpu_first_contact.sh test       tests/gpu, with options for pytest: test -n 4
 #     tools/gpu_first_contact.sh measure    make bench BENCH=gpu: build/gpu/gpu.md
@@ -10,13 +10,14 @@
 # The last three need a GPU. Without one they print that there is none, and exit with 0.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-python3}
+PYTHON=$(command -v "${PYTHON:-python3}")
+case "$PYTHON" in */*) PYTHON=$(cd "$(dirname "$PYTHON")" && pwd)/$(basename "$PYTHON") ;; esac # also after cd
 PLACE=$PWD/build/gpu
 SITE=$PLACE/site
 
 case "${1:-}" in
   wheels)
-    mkdir -p "$PLACE/wheels"
+    rm -rf "$PLACE/wheels" && mkdir -p "$PLACE/wheels"
     "$PYTHON" -m pip wheel -q --no-deps --wheel-dir "$PLACE/wheels" .
     # torch is the machine's own.
     "$PYTHON" -m pip download -q --no-deps --dest "$PLACE/wheels" tensordict cloudpickle orjson packaging pyvers \
@@ -34,12 +35,14 @@ if ! command -v nvidia-smi >/dev/null || ! nvidia-smi -L | grep -q GPU; then
 fi
 # torch is the machine's own, and so are the bindings of its CUDA if it has them. Not a virtual environment: one made from
 # another does not see that one's packages.
-if [ ! -d "$SITE" ]; then
+if [ ! -d "$SITE" ] || [ "$PLACE/wheels" -nt "$SITE" ]; then
   wheels=("$PLACE"/wheels/*.whl)
   if "$PYTHON" -c "import cuda.bindings" 2>/dev/null; then
-    mapfile -t wheels < <(printf '%s\n' "${wheels[@]}" | grep -v /cuda_)
+    mapfile -t wheels < <(printf '%s\n' "${wheels[@]}" | grep -v '/cuda_[^/]*$')
   fi
-  "$PYTHON" -m pip install -q --no-index --no-deps --target "$SITE" "${wheels[@]}"
+  rm -rf "$SITE.new"
+  "$PYTHON" -m pip install -q --no-index --no-deps --target "$SITE.new" "${wheels[@]}"
+  rm -rf "$SITE" && mv "$SITE.new" "$SITE" && touch "$SITE"
 fi
 export PYTHONPATH=$SITE${PYTHONPATH:+:$PYTHONPATH}
 export TORCHINDUCTOR_COMPILE_THREADS=1

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Builds the sdist, and from it the wheel for this Python; checks both; installs the wheel where nothing else of the
-# repository is, and runs the quickstart and some tests there.
+# Builds the sdist, and from it the wheel for this Python, and that for the stable ABI if another Python is needed for it;
+# checks them; installs the first wheel where nothing else of the repository is, and runs the quickstart and some tests
+# there.
 #
 #     make wheel        (PYTHON=python3.12 for another one)
 #
@@ -43,14 +44,15 @@ stable=$wheel
 case "$wheel" in *-abi3-*) ;; *)
   echo "== wheel for the stable ABI, which Python has from 3.12 on"
   rm -rf "$WORK/stable" "$WORK/sdist/build"
-  for python in python3.1{4,3,2} "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[2-9].*/bin/python3 none; do
-    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && break
+  for python in python3.1{4,3,2} "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.1[2-9].*/bin/python3 none; do
+    "$python" -c 'import sys, sysconfig, pip
+sys.exit(sys.version_info < (3, 12) or bool(sysconfig.get_config_var("Py_GIL_DISABLED")))' 2>/dev/null && break
   done
   if [ "$python" = none ]; then
-    stable= && echo "skipped: there is no Python 3.12 or newer here"
+    stable= && echo "skipped: there is no Python 3.12 or newer with pip here"
   else
     "$python" -m pip wheel -q --no-deps --wheel-dir "$WORK/stable" "$WORK/sdist"
-    stable=$(echo "$WORK"/stable/*.whl)
+    stable=$(echo "$WORK"/stable/*-abi3-*.whl)
   fi ;;
 esac
 [ -z "$stable" ] || "$WORK/tools/bin/abi3audit" --strict "$stable"

@@ -179,7 +179,7 @@ bool Sources::unchanged(Leaf& leaf) {
   const std::byte* address = static_cast<const std::byte*>(t.data) + t.byte_offset;
   // Also at the same address: `p.data = x` may put a lazy view of the same memory there, and a storage that was given
   // back and made smaller may have been given the same place.
-  if (is_lazy(leaf.tensor, t.code) || !holds(leaf.tensor, address, elements(t) * t.bits / 8)) return false;
+  if (is_lazy(leaf.tensor, t.code) || !holds(leaf.tensor, address, extent(t) * t.bits / 8)) return false;
   moved_ |= address != leaf.address;
   leaf.address = address;
   return true;

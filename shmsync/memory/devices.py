@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import _native
-from ..errors import ArenaNotFound, DeviceFailed, ShmSyncError
+from ..errors import ArenaNotFound, DeviceFailed, ForkedHandle, ShmSyncError
 from .strides import same_order
 from .torch_modes import copy_into
 
@@ -168,12 +168,17 @@ def has_address(tensor: torch.Tensor) -> bool:
 
 
 def holding(tensor: torch.Tensor) -> Device | None:
-    """The device whose memory this plain tensor lies in. None: the host's, or one of which only torch knows."""
+    """The device whose memory this plain tensor lies in. None: the host's, or one of which only torch knows.
+
+    Raises ForkedHandle in a forked child, for a tensor on its parent's GPU.
+    """
     if tensor.device.type == "cpu":
         return None
     if tensor.device not in _of_torch:
         try:
             _of_torch[tensor.device] = named(tensor.device)
+        except ForkedHandle:
+            raise
         except (ShmSyncError, ValueError, ImportError):
             _of_torch[tensor.device] = None  # no arena can lie there, but torch copies from there
     return _of_torch[tensor.device]

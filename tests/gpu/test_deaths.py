@@ -73,6 +73,7 @@ def test_a_forked_child_is_refused(device):
             "publish": pub.publish,
             "read": lambda: sub.read().__enter__(),
             "snapshot": sub.snapshot,
+            "state_dict": sub.state_dict,
             "a subscriber": lambda: shmsync.Subscriber(pub.handle, worker=1),
             "a publisher": lambda: shmsync.Publisher({"a": torch.ones(2)}, device=device),
         }

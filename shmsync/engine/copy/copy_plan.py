@@ -121,12 +121,15 @@ class CopyPlan:
 
     def still_valid(self) -> bool:
         """Is the source exactly as it was checked? Addresses may have moved, but not into the slab."""
-        return (
-            self._reusable
-            and (self.conversions.none or self.conversions.unchanged())
+        if not self._reusable:
+            return False
+        self._reusable = False  # for good, should an interrupt come before an address that has moved is looked at
+        self._reusable = (
+            (self.conversions.none or self.conversions.unchanged())
             and self._sources.revalidate()
             and not (self._sources.moved and (self.in_place or self._overlaps(self._arena.ranges())))
         )
+        return self._reusable
 
     def _overlaps(self, ranges: list[tuple[int, int]]) -> bool:
         return any(self._sources.overlaps(begin, end) for begin, end in ranges)

@@ -6,7 +6,7 @@ import torch
 
 from ...memory.manifest import Leaf
 
-LARGE = 32 << 20  # bytes of a leaf that a device copies faster alone: an H100 by a tenth (docs/gpu.md)
+LARGE = 32 << 20  # bytes of a leaf that a device copies faster alone: an H100 by a tenth
 
 # What torch._foreach_copy_() copies by one kernel for many tensors. It has none for other dtypes.
 _KERNELS = {

@@ -13,21 +13,21 @@ from support.processes import segment_path
 from support.weights import Net, bytes_of, stamp, stamped
 
 
-@pytest.mark.no_cuda(reason="the child makes modules on the device, and torch refuses that in its own words")
 def test_handles_of_the_parent_raise_in_a_forked_child():
     with shmsync.Publisher(Net(0)) as pub, shmsync.Subscriber(pub.handle, worker=1) as sub:
-        module = sub.bind(Net(1))
+        module, others, x = sub.bind(Net(1)), [Net(2), Net(3)], torch.zeros(2, 6)
         calls = {
             "read": lambda: sub.read().__enter__(),
             "refresh": sub.refresh,
             "run": lambda: sub.run(print),
             "snapshot": sub.snapshot,
+            "state_dict": sub.state_dict,
             "wait_version": lambda: sub.wait_version(1),
-            "bind": lambda: sub.bind(Net(2)),
-            "forward": lambda: module(torch.zeros(2, 6)),
+            "bind": lambda: sub.bind(others[0]),
+            "forward": lambda: module(x),
             "publish": pub.publish,
             "update": lambda: pub.update().__enter__(),
-            "adopt": lambda: pub.adopt(Net(3)),
+            "adopt": lambda: pub.adopt(others[1]),
             "readers": pub.readers,
         }
         status, found = in_forked_child(lambda: {what: outcome(call) for what, call in calls.items()})
