@@ -121,7 +121,7 @@ def test_each_publish_gives_what_the_tensors_are_now(publisher, table, how, cast
 @pytest.mark.parametrize("how", ["dict", "TensorDict", "module", "parameters"])
 @pytest.mark.parametrize("layout", ["dense", "a column"])
 def test_a_storage_that_was_cut_at_the_same_place_is_refused(publisher, table, layout, how, cast):
-    """What is left of the storage has half of the elements, or of a column as many bytes as all have, without the gaps."""
+    """What is left of the storage has half of the elements; of a column, all bytes of the elements without the gaps."""
     found = 0
     for size in (16, 32, 64, 128, 256, 512) * 50:  # until the allocator has done so twice
         tensor = torch.ones(size) if layout == "dense" else torch.ones(size, 4)[:, 0]
