@@ -173,8 +173,9 @@ def test_a_publish_asks_no_mode_of_the_caller(publisher, how):
     assert not asked & {"is_neg", "is_conj", "untyped_storage"}
 
 
-@pytest.mark.parametrize("how", ["TensorDict", "module", "own class"])
-def test_a_source_that_lies_in_the_slab_is_refused_each_time(publisher, how):
+@pytest.mark.parametrize("cast", [False, True], ids=["as bytes", "cast"])
+@pytest.mark.parametrize("how", ["dict", "TensorDict", "module", "own class"])
+def test_a_source_that_lies_in_the_slab_is_refused_each_time(publisher, how, cast):
     tensor = nn.Parameter(torch.ones(64))
     source = TensorDict({"t": tensor})
     if how == "own class":
@@ -183,10 +184,12 @@ def test_a_source_that_lies_in_the_slab_is_refused_each_time(publisher, how):
     elif how == "module":
         source = nn.Module()
         source.t = tensor
-    pub = publisher({"t": torch.ones(64)}, slots=2)
+    elif how == "dict":
+        source = {"t": tensor}
+    pub = publisher({"t": torch.ones(64)}, slots=2, dtype={"*": torch.float64} if cast else None)
     for _ in range(3):
         pub.publish(source)
-    tensor.data = pub.weights["t"]
+    tensor.data = pub.weights["t"].view(torch.float32)[:64]
     for _ in range(3):
         with pytest.raises(shmsync.ManifestMismatch, match="inside arena"):
             pub.publish(source)

@@ -62,6 +62,9 @@ def test_without_cuda_the_reason_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     with pytest.raises(ForkedHandle, match="'spawn' or 'forkserver'"):
         visible.device(0)
+    for _ in range(2):  # a publisher's first look at weights on the parent's GPU is no reason to forget about it
+        with pytest.raises(ForkedHandle):
+            devices.holding(SimpleNamespace(device=torch.device("cuda", 0)))
 
 
 def test_a_gpu_of_the_parent_is_refused_in_a_forked_child(monkeypatch):
