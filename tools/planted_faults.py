@@ -70,7 +70,7 @@ FAULTS = [
           "return False and any(self.peers.state(owner) is stopped", "engine/death/test_stopped.py"),
     Fault("shmsync/engine/write/update.py", "side.refuse_poisoned()", "pass",
           "engine/faults/test_failed_updates.py"),
-    Fault("shmsync/engine/read/failover.py", "if manifest != current.manifest:", "if False:",
+    Fault("shmsync/engine/read/successor.py", "if manifest != current.manifest:", "if False:",
           "engine/versions/test_follow.py"),
     Fault("shmsync/engine/read/snapshot.py", "revalidate() and not self.table.moved", "revalidate()",
           "unit/read/test_snapshot_kept.py"),

@@ -53,6 +53,11 @@ class Counts:
     pin_wait: Samples = field(default_factory=Samples)
     ack_wait: Samples = field(default_factory=Samples)
 
+    def published(self, seconds: float) -> None:
+        """A publish() has committed, after so long."""
+        self.publishes += 1
+        self.publish.add(seconds)
+
 
 @dataclass(frozen=True)
 class ReaderInfo:

@@ -9,8 +9,8 @@ from ...memory import attaching
 from ...memory.control.segment import Handle
 from ...memory.system.process import Peers
 from ..deadlines import check_worker, timeout_or_default
-from .failover import Successor
 from .reading import ReadPath
+from .successor import Successor
 
 _CONSISTENCIES = {each.name.lower(): each for each in Consistency}
 

@@ -24,7 +24,7 @@ from ..deadlines import Samples, check_seconds, check_version, deadline_after, s
 from ..verify.checksums import BYTES_PER_SECOND
 from ..verify.compare import Verdict
 from .device_sections import SectionStreams
-from .failover import Successor
+from .successor import Successor
 
 _log = logging.getLogger("shmsync")
 _numbers = itertools.count()

@@ -34,7 +34,7 @@ def publish_plan(
     except BaseException:  # an interrupt may land anywhere
         side.undo()
         raise
-    side.counts.publish.add(time.perf_counter() - started)
+    side.counts.published(time.perf_counter() - started)
     if acks is not None:
         side.wait_acks(version, acks, deadline)
     return version
@@ -46,6 +46,7 @@ def publish_plans(plans: Sequence[tuple[WriteSide, CopyPlan]], version: int | No
         if not plan.conversions.none:
             side.writes.order(plan, None, deadline)
             plan.conversions.stage()
+    started = time.perf_counter()
     try:
         begin_all([side for side, _ in plans], deadline, version)
     except BaseException:
@@ -61,7 +62,7 @@ def publish_plans(plans: Sequence[tuple[WriteSide, CopyPlan]], version: int | No
             side.add_sums(deadline)
         while uncommitted:
             versions.append(uncommitted[0].commit())
-            del uncommitted[0]
+            uncommitted.pop(0).counts.published(time.perf_counter() - started)
     except BaseException:
         for side in uncommitted:
             side.undo()

@@ -133,7 +133,6 @@ class WriteSide:
         del kept
         if self._sums is not None and self.adopted is None:
             self._sums.begin(plan.given)
-        self.counts.publishes += 1
         self.counts.bytes_copied += plan.nbytes
 
     def add_sums(self, deadline: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 import shmsync
 from shmsync.engine.publish_all import Publication as Source
 from shmsync.engine.publish_all import publish_all as publish_jointly
+from shmsync.engine.write.writing import WriteSide
 
 
 def weights(value):
@@ -40,6 +42,27 @@ def test_all_of_them_get_one_version(pair):
     publish(pair, (7, 8), 9)
     assert [seen(pub) for pub in pair] == [(9, 7.0), (9, 8.0)]
     assert pair[0].publish(weights(1)) == 10
+
+
+def counted(publisher):
+    stats = publisher.stats()
+    return stats.publishes, stats.publish.count, stats.aborted
+
+
+def test_each_is_counted_when_it_commits_and_not_before(pair, monkeypatch):
+    before = [counted(pub) for pub in pair]
+    publish(pair, (7, 8), 9)
+    once = [(publishes + 1, times + 1, aborted) for publishes, times, aborted in before]
+    assert [counted(pub) for pub in pair] == once
+
+    def fail(_side, _deadline):
+        raise shmsync.WriterBusy("the copies are not done")
+
+    monkeypatch.setattr(WriteSide, "add_sums", fail)
+    for publishing in (lambda: publish(pair, (1, 2), 10), *(partial(pub.publish, weights(3)) for pub in pair)):
+        with pytest.raises(shmsync.WriterBusy):
+            publishing()
+    assert [counted(pub) for pub in pair] == [(*figures[:2], figures[2] + 2) for figures in once]
 
 
 def test_none_is_changed_when_one_does_not_fit(pair):
