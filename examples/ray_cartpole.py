@@ -95,7 +95,10 @@ def main(args):
     sender = scheme.get_sender()
     for iteration in range(1, args.iterations + 1):
         if args.kill_one and iteration == 3:
-            ray.kill(actors[-1])
+            ray.kill(actors[-1])  # which does not wait for its death
+            with contextlib.suppress(ray.exceptions.RayActorError):
+                while True:
+                    ray.get(actors[-1].where.remote())
         try:
             sender.send()  # returns when every actor uses the learner's weights
         except shmsync.WorkerDied as error:  # the others use them, and from now on the dead are left out
