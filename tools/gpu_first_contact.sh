@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=$(command -v "${PYTHON:-python3}")
-case "$PYTHON" in */*) PYTHON=$(cd "$(dirname "$PYTHON")" && pwd)/$(basename "$PYTHON") ;; esac # also after cd
+PYTHON=$(cd "$(dirname "$PYTHON")" && pwd)/$(basename "$PYTHON") # found after cd too
 PLACE=$PWD/build/gpu
 SITE=$PLACE/site
 

@@ -20,17 +20,21 @@ class FirstGpu:
         self.kind, self.name, self.torch_device = _native.SLAB_CUDA, "cuda:0", torch.device("cuda", 0)
         self.allocated = False
 
-    def __getattr__(self, name: str) -> Any:
+    @property
+    def _gpu(self) -> Any:
         from shmsync.memory import cuda
 
-        return getattr(cuda.device(0), name)
+        return cuda.device(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gpu, name)
 
     def allocate(self, size: int) -> torch.UntypedStorage:
         self.allocated = True
-        return self.__getattr__("allocate")(size)
+        return self._gpu.allocate(size)
 
     def call(self, stream: Any, call: Any) -> None:
-        self.__getattr__("call")(stream, call)
+        self._gpu.call(stream, call)
         while self.allocated and not self.wait(stream, 1.0):
             pass
 
