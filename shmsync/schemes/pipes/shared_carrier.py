@@ -206,7 +206,8 @@ class SharedMemCarrier(PipeCarrier):
 
     def is_common(self, model_id: str) -> bool:
         """Do all workers share one arena that they have attached to, and is none of them known to be dead?"""
-        self._check_open()
+        if self._closed:
+            return False  # post() raises
         for link in self.links.values():
             if link.reported or link.end.announcers.get(model_id) is not self.sign:
                 return False
