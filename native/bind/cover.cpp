@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "model_lock.hpp"
-#include "subscriber.hpp"
+#include "reader.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -36,7 +36,7 @@ M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
 
 
-class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind/subscriber.cpp
+class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind/reader.cpp
     """Reads the weights of one arena, zero-copy.
 
     Args:

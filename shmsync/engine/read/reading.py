@@ -1,6 +1,6 @@
 """Read sections, as far as they are Python: each shows one version from its entry to its exit.
 
-The common case is native (native/bind/subscriber.hpp): nothing new, and the gate is open. It calls hooks here for all
+The common case is native (native/bind/reader.hpp): nothing new, and the gate is open. It calls hooks here for all
 else.
 """
 

@@ -1,5 +1,5 @@
-// Subscribers for Python: ReadSide behind its lock (subscriber.hpp), and the section object.
-#include "subscriber.hpp"
+// Reader for Python: the methods read() and refresh() of a Subscriber, and the section object.
+#include "reader.hpp"
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
