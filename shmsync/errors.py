@@ -69,14 +69,6 @@ class ShmSyncError(Exception):
         self.missing = list(missing)
         self.__notes__ = [f"help: {self.help}"]
 
-    def __reduce__(self) -> tuple[object, ...]:
-        # The default would drop the keyword arguments, and errors travel between processes.
-        return _rebuild, (type(self), str(self), self.version, self.missing), {"__notes__": list(self.__notes__)}
-
-
-def _rebuild(cls: type[ShmSyncError], message: str, version: int | None, missing: list[int | str]) -> ShmSyncError:
-    return cls(message, version=version, missing=missing)
-
 
 class ArenaNotFound(ShmSyncError):
     """No arena of that name, or not any more."""
@@ -161,16 +153,6 @@ class NotDelivered(ShmSyncError):
     ) -> None:
         super().__init__(message, version=version, missing=missing)
         self.leaves = tuple(leaves)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        arguments = str(self), self.version, self.missing, self.leaves
-        return _rebuild_not_delivered, arguments, {"__notes__": list(self.__notes__)}
-
-
-def _rebuild_not_delivered(
-    message: str, version: int | None, missing: list[int | str], leaves: tuple[str, ...]
-) -> NotDelivered:
-    return NotDelivered(message, version=version, missing=missing, leaves=leaves)
 
 
 class ProtocolError(ShmSyncError):
