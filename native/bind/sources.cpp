@@ -1,5 +1,6 @@
 #include "sources.hpp"
 
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -137,7 +138,7 @@ Sources::Sources(nb::list guards, nb::list leaves) {
       sizes_.insert(sizes_.end(), t.shape, t.shape + t.ndim);
       sizes_.insert(sizes_.end(), t.strides, t.strides + t.ndim);
       leaf.address = static_cast<const std::byte*>(t.data) + t.byte_offset;
-    } else {
+    } else if (leaf.bytes != 0) {
       leaf.address = reinterpret_cast<const std::byte*>(nb::cast<std::uintptr_t>(leaf.tensor.attr("data_ptr")()));
     }
     bytes_ += leaf.bytes;
@@ -193,11 +194,12 @@ bool Sources::revalidate() {
   return std::all_of(leaves_.begin(), leaves_.end(), [this](Leaf& leaf) { return unchanged(leaf); });
 }
 
-bool Sources::overlaps(std::uintptr_t begin, std::uintptr_t end) const {
-  for (const Leaf& leaf : leaves_) {
-    const auto first = reinterpret_cast<std::uintptr_t>(leaf.address);
-    if (leaf.bytes != 0 && first < end && first + leaf.bytes > begin) return true;
-  }
+bool Sources::overlaps(const Ranges& ranges) const {
+  for (const auto& [begin, end] : ranges)
+    for (const Leaf& leaf : leaves_) {
+      const auto first = reinterpret_cast<std::uintptr_t>(leaf.address);
+      if (leaf.bytes != 0 && first < end && first + leaf.bytes > begin) return true;
+    }
   return false;
 }
 
@@ -275,7 +277,8 @@ void bind_sources(nb::module_& m) {
            nb::sig("def __init__(self, guards: list, leaves: list) -> None"))
       .def("revalidate", &Sources::revalidate)
       .def_prop_ro("moved", &Sources::moved)
-      .def("overlaps", &Sources::overlaps, "begin"_a, "end"_a)
+      .def("overlaps", &Sources::overlaps, "ranges"_a,
+           "Do bytes that are copied lie in one of these ranges of addresses?")
       .def("copy_to", &Sources::copy_to, "slot"_a, "Copy every leaf to its offset from the address `slot`.")
       .def("copy_from", &Sources::copy_from, "slot"_a,
            "The other way: write into every leaf what stands at its offset from the address `slot`. The caller has "

@@ -72,11 +72,14 @@ bool holds(nanobind::handle tensor, const std::byte* address, std::size_t bytes)
 // How many threads may copy so many bytes: as many as torch uses, asked only where several would pay. Needs the GIL.
 unsigned copying_threads(std::uint64_t bytes);
 
+using Ranges = std::vector<std::pair<std::uintptr_t, std::uintptr_t>>;  // of addresses, [begin, end)
+
 class Sources {
  public:
   // guards: [(dict, [(key, value), ...], whole), ...]: the dicts in which the leaves were found, and what they held.
   // `whole`: the dict may hold nothing else.
-  // leaves: [(tensor, offset in the slot, bytes), ...], dense, plain bytes in the order that the slot has.
+  // leaves: [(tensor, offset in the slot, bytes), ...], dense, plain bytes in the order that the slot has. With 0 bytes
+  // a tensor of any kind, which is only compared with what it was.
   Sources(nanobind::list guards, nanobind::list leaves);
 
   // True when every dict still holds the same objects in the same order and every tensor still has the type, place,
@@ -84,7 +87,8 @@ class Sources {
   // they are read again, and moved() is true.
   bool revalidate();
   bool moved() const { return moved_; }
-  bool overlaps(std::uintptr_t begin, std::uintptr_t end) const;
+  // Do bytes that are copied lie in one of these ranges of addresses?
+  bool overlaps(const Ranges& ranges) const;
   void copy_to(std::uintptr_t slot);
   void copy_from(std::uintptr_t slot);
   // Another tensor, which was checked, in the place of the one in this row.

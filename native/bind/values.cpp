@@ -4,6 +4,8 @@
 // Each state_dict() is a new dict of new tensors. This finds their places again, and checks each tensor again: its
 // type, flags, strides and address show whether it can be copied as bytes.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <vector>
@@ -58,12 +60,14 @@ class Outline {
     return true;
   }
   bool moved() const { return moved_; }
-  // Does one of the tensors that fill() has put into `converted` begin in there?
-  bool converts_within(std::uintptr_t begin, std::uintptr_t end) const {
-    return std::any_of(leaves_.begin(), leaves_.end(), [=](const Leaf& leaf) {
-      const auto address = reinterpret_cast<std::uintptr_t>(leaf.address);
-      return leaf.kind == Kind::converted && begin <= address && address < end;
-    });
+  // Does one of the tensors that fill() has put into `converted` begin in one of these ranges?
+  bool converts_within(const Ranges& ranges) const {
+    for (const auto& [begin, end] : ranges)
+      for (const Leaf& leaf : leaves_) {
+        const auto address = reinterpret_cast<std::uintptr_t>(leaf.address);
+        if (leaf.kind == Kind::converted && begin <= address && address < end) return true;
+      }
+    return false;
   }
 
  private:
@@ -175,8 +179,8 @@ void bind_values(nb::module_& m) {
       .def("fill", &Outline::fill, "source"_a, "table"_a, "converted"_a,
            nb::sig("def fill(self, source: object, table: Sources, converted: list) -> bool"),
            "Put the tensors of a source into the table, and into the list those to convert. False: it does not fit.")
-      .def("converts_within", &Outline::converts_within, "begin"_a, "end"_a,
-           "Does a tensor of those to convert begin at one of these addresses?")
+      .def("converts_within", &Outline::converts_within, "ranges"_a,
+           "Does a tensor of those to convert begin in one of these ranges of addresses?")
       .def_prop_ro("moved", &Outline::moved, "Has some tensor another address than the last time?");
 }
 

@@ -148,7 +148,7 @@ def _of_arena(tensor: torch.Tensor) -> Arena | bool:
         if tensor.layout is not torch.strided or not has_address(tensor) or tensor.is_nested:
             return False
         address = tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # a wrapper without memory
+    except RuntimeError:  # a wrapper without memory
         return False
     return arena_around(tensor, address) or slab.is_mapped(address)
 

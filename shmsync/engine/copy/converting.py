@@ -15,7 +15,6 @@ from functools import cached_property
 
 import torch
 
-from ... import _native
 from ...memory.arena import Arena
 from ...memory.devices import Device, assign, holding
 from ...memory.manifest import Leaf
@@ -45,8 +44,6 @@ class Conversions:
         self.none = not sources
         self.sources = [source for source, _ in sources]
         self._leaves = [leaf for _, leaf in sources]
-        self._table = _native_table(self.sources)
-        self._seen = [] if self._table else [_signature(source) for source in self.sources]
         self.written = sum(leaf.nbytes for leaf in self._leaves)
         self.staged: list[tuple[torch.Tensor, Leaf]] = []
         self._aside: list[int] = []  # by their places in `sources`
@@ -64,18 +61,9 @@ class Conversions:
                 ]
         self.from_host = [self._leaves[place] for place in self._aside]
 
-    def unchanged(self) -> bool:
-        """Is every source where it was when it was checked, with the same shape and dtype?"""
-        if self._table is not None:
-            return self._table.revalidate() and not self._table.moved
-        return all(
-            seen is not None and _signature(source) == seen
-            for source, seen in zip(self.sources, self._seen, strict=True)
-        )
-
     def use(self, tensors: list[torch.Tensor]) -> None:
         """Convert these instead, which were checked; in the order of the sources. An empty list keeps none alive."""
-        self.sources, self._table = tensors, None
+        self.sources = tensors
 
     def stage(self) -> None:
         """Convert what is staged; called before readers are kept out."""
@@ -108,21 +96,3 @@ class Conversions:
         """The devices on which sources lie. Other tensors that use() is given lie on the same ones."""
         found = (holding(source) for source in self.sources)
         return list({device.name: device for device in found if device is not None}.values())
-
-
-def _native_table(tensors: list[torch.Tensor]) -> _native.Sources | None:
-    """What finds out natively whether one of these has changed; None: one does not show itself to native code."""
-    try:
-        table = _native.Sources([], [(tensor, 0, 0) for tensor in tensors])
-        return table if table.revalidate() else None
-    except (RuntimeError, NotImplementedError):
-        return None
-
-
-def _signature(tensor: torch.Tensor) -> tuple[object, ...] | None:
-    """Differs when the tensor shows other memory, or less of it; one that has become a wrapper differs always."""
-    try:
-        held = tensor.untyped_storage().nbytes()
-        return type(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.layout, held
-    except (RuntimeError, NotImplementedError):
-        return None

@@ -20,7 +20,7 @@ from ...memory.devices import has_address
 from ...memory.manifest import Key, Leaf, merged
 from ..source.leaf_check import extent
 from ..source.manifest_check import describe_problems, direct, mismatches, same_bytes, same_layout, untied
-from ..source.sources import Collected
+from ..source.sources import Collected, WatchedDict
 from .converting import Conversions
 from .source_signature import Seen
 
@@ -79,7 +79,11 @@ class CopyPlan:
             self.pieces = merged(sorted((offset, size) for _, offset, size in rows if size))
         # Tied leaves given as two tensors of equal values may differ the next time.
         self._outline = seen.outline(row_of, converted_of) if seen is not None and seen.plain and not apart else None
-        self._sources = _native.Sources(list(collected.watched_dicts or ()) if self._outline is None else [], rows)
+        watched: list[WatchedDict] = []
+        if self._outline is None:
+            watched = collected.watched_dicts or []
+            rows += [(tensor, 0, 0) for tensor, _ in converted]  # to notice when they change
+        self._sources = _native.Sources(watched, rows)
         self.kind: type | None = None
         self.fits_others = self._outline is not None  # is it good for other sources that are like its own?
         # Those that it was made for; none if it fits others.
@@ -104,7 +108,7 @@ class CopyPlan:
         self.conversions.use([placed[position] for position in range(len(placed))])
         # Always: the slab may have been mapped, since the last time, where the tensors of that time were.
         ranges = self._arena.ranges()
-        inside = self._overlaps(ranges) or any(outline.converts_within(begin, end) for begin, end in ranges)
+        inside = self._sources.overlaps(ranges) or outline.converts_within(ranges)
         return None if inside or (outline.moved and self.in_place) else True
 
     def release(self) -> None:
@@ -120,19 +124,15 @@ class CopyPlan:
         return sorted(others.values(), key=lambda leaf: leaf.offset)
 
     def still_valid(self) -> bool:
-        """Is the source exactly as it was checked? Addresses may have moved, but not into the slab."""
+        """Is the source exactly as it was checked? Addresses of plain bytes may have moved, but not into the slab."""
         if not self._reusable:
             return False
         self._reusable = False  # for good, should an interrupt come before an address that has moved is looked at
-        self._reusable = (
-            (self.conversions.none or self.conversions.unchanged())
-            and self._sources.revalidate()
-            and not (self._sources.moved and (self.in_place or self._overlaps(self._arena.ranges())))
+        sources = self._sources
+        self._reusable = sources.revalidate() and not (
+            sources.moved and (self.in_place or not self.conversions.none or sources.overlaps(self._arena.ranges()))
         )
         return self._reusable
-
-    def _overlaps(self, ranges: list[tuple[int, int]]) -> bool:
-        return any(self._sources.overlaps(begin, end) for begin, end in ranges)
 
     def staged(self) -> list[tuple[int, int]]:
         """For a slot on a device: (place in the slot, bytes) of what aside() writes, in order."""

@@ -138,7 +138,7 @@ def _memory_problem(value: torch.Tensor) -> str | None:
     try:
         storage = value.untyped_storage()
         address, held = storage.data_ptr(), storage.nbytes()
-    except (RuntimeError, NotImplementedError):  # how torch says that there is none
+    except RuntimeError:  # how torch says that there is none
         return _wrapper(value)
     needed = (value.storage_offset() + extent(value)) * value.element_size()
     if held < needed:
