@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from .engine.publisher import Publisher
+from .engine.publisher import Publisher, writer_of
 from .engine.stats import ReaderInfo
 from .errors import ClosedError, ForkedHandle, ProtocolError
 
@@ -100,7 +100,7 @@ class PublisherCollector:
     """What prometheus() returns for `pub`: asked by a registry at each scrape."""
 
     def __init__(self, pub: Publisher, registry: CollectorRegistry) -> None:
-        pub.readers()  # raises for one that is closed, or a parent's
+        writer_of(pub).side.check()  # raises for one that is closed, or a parent's
         self._pub = pub
         added = _of_registry.get(registry)
         if added is None:
@@ -120,11 +120,8 @@ class PublisherCollector:
     @property
     def closed(self) -> bool:
         """Has the publisher been closed, or is it a parent's?"""
-        try:
-            self._pub.readers()
-        except (ClosedError, ForkedHandle):
-            return True
-        return False
+        side = writer_of(self._pub).side
+        return side.closed or side.in_parent
 
     @property
     def publisher(self) -> Publisher:

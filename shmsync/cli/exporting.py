@@ -16,8 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import ArenaCorrupt, ArenaNotFound
-from ..memory.inspection import manifest_of, ties
+from ..memory.inspection import ties
 from ..memory.manifest import Manifest
 from ..memory.slab.available import refuse_too_large
 from ..memory.strides import contiguous
@@ -27,8 +26,6 @@ from .output import Commands, command, seconds, size
 
 if TYPE_CHECKING:
     import torch
-
-    from ..engine.subscriber import Subscriber
 
 _EXAMPLES = """
 shmsync export policy policy.safetensors
@@ -59,7 +56,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from safetensors import SafetensorError
     from safetensors.torch import save
 
-    from ..engine.subscriber import Subscriber
+    from ..engine.subscriber import Subscriber, reader_of
 
     path = Path(arguments.file)
     if (problem := _problem(path, arguments.force)) is not None:
@@ -67,12 +64,10 @@ def _run(arguments: argparse.Namespace) -> int:
         return 1
     find(arguments.name, 0)  # a name that there is not is no name to wait for
     with Subscriber(arguments.name, consistency="optimistic", timeout=arguments.timeout) as sub:
-        manifest = _manifest(sub, arguments.name)
+        manifest = reader_of(sub).arena.manifest
         _check_room(arguments.name, manifest)
         weights, version = sub.snapshot()
     tensors = {key if isinstance(key, str) else ".".join(key): tensor for key, tensor in weights.items(True, True)}
-    if len(tensors) < len(list(weights.keys(True, True))):
-        raise ArenaCorrupt(f"arena {arguments.name!r} has two leaves of one dotted name; a file can hold only one")
     kept, names = _once(tensors, manifest)
     about = {"format": "pt", "shmsync.arena": arguments.name, "shmsync.version": str(version)}
     try:
@@ -112,14 +107,6 @@ def _check_room(name: str, manifest: Manifest) -> None:
     permuted = sum(leaf.nbytes for leaf in manifest.leaves if leaf.strides != contiguous(leaf.shape))
     what = f"the copies that make a checkpoint of arena {name!r}"
     refuse_too_large(2 * manifest.used_bytes + permuted, what, "free some")
-
-
-def _manifest(sub: Subscriber, name: str) -> Manifest:
-    """What the subscriber's arena has: not that of a publisher that was started again under the same name."""
-    manifest = manifest_of(name)
-    if find(name, 0)[0].session != sub.session.hex():
-        raise ArenaNotFound(f"the publisher of arena {name!r} was started again meanwhile; export it again")
-    return manifest
 
 
 def _once(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

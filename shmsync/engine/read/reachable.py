@@ -71,20 +71,10 @@ indices_of = operator.methodcaller("_indices")  # of a sparse tensor that may no
 values_of = operator.methodcaller("_values")
 
 
-class _Kinds(dict[type, type]):
-    """The kind of each type: that one of the types above as which its objects are looked into and copied."""
-
-    def __missing__(self, cls: type) -> type:
-        if len(self) > 2000:  # types that programs make as they go
-            self.clear()
-        found = self[cls] = _kind_of(cls)
-        return found
-
-
-_kinds = _Kinds()
-
-
+@functools.lru_cache(2000)
+@skip
 def _kind_of(cls: type) -> type:
+    """The kind of a type: that one of the types above as which its objects are looked into and copied."""
     mro = cls.__mro__
     if cls in _EXACTLY_PLAIN or any(base in mro for base in _PLAIN_BASES):
         return Plain
@@ -138,11 +128,11 @@ class Reach:
         found = []
         todo: list[tuple[Any, int]] = [(out, -1)]
         number, objects, above = self._number, self._objects, self._above
-        aliases, kinds = self._aliases, _kinds
+        aliases, kind_of = self._aliases, _kind_of
         while todo:
             each, parent = todo.pop()
-            cls = type(each)
-            kind = kinds[cls]
+            cls: Any = type(each)
+            kind = kind_of(cls)
             if kind is Plain:
                 continue
             known = number.get(id(each))
@@ -235,8 +225,8 @@ class Reach:
 
     def _begun(self, each: Any) -> Any:
         """A copy; that of what can be changed is filled later, since it may be a part of itself."""
-        cls = type(each)
-        kind: Any = _kinds[cls]
+        cls: Any = type(each)
+        kind: Any = _kind_of(cls)
         made: Any
         if kind is Tensor:
             return each.clone()
@@ -270,7 +260,8 @@ class Reach:
         raise self._refusal(each)
 
     def _fill(self, made: Any, each: Any) -> None:
-        kind: Any = _kinds[type(each)]  # isinstance() would ask the object for its class
+        cls: Any = type(each)  # isinstance() would ask the object for its class
+        kind: Any = _kind_of(cls)
         if kind is defaultdict:
             _DEFAULT_FACTORY.__set__(made, self._made(_DEFAULT_FACTORY.__get__(each)))
         if kind in (dict, OrderedDict, defaultdict):
@@ -382,6 +373,6 @@ def _children(each: Any, kind: type) -> Iterable[Any]:
 
 
 # Dynamo compiles no function of this file.
-for _function in (*globals().values(), *vars(Reach).values(), *vars(_Kinds).values()):
+for _function in (*globals().values(), *vars(Reach).values()):
     if isinstance(_function, types.FunctionType) and _function.__module__ == __name__:
         skip(_function)

@@ -55,11 +55,6 @@ class DeviceWrites(HostWrites):
         """As in HostWrites."""
         return self._commit is not None
 
-    @property
-    def published(self) -> tuple[int, int]:
-        """As in HostWrites; while a version is under way, the one before."""
-        return self._writer.published
-
     def wait_until_published(self, deadline: float) -> bool:
         """As in HostWrites."""
         commit = self._commit

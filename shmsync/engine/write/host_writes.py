@@ -49,8 +49,8 @@ class HostWrites:
 
     @property
     def published(self) -> tuple[int, int]:
-        """The published version, and its slot."""
-        return int(self._writer.version), int(self._writer.current_slot)
+        """The published version, and its slot; while a version is under way, the one before."""
+        return self._writer.published
 
     def wait_until_published(self, deadline: float) -> bool:
         """Wait until the version that is under way is published. False: there is none.

@@ -47,15 +47,10 @@ def publish_plans(plans: Sequence[tuple[WriteSide, CopyPlan]], version: int | No
             side.writes.order(plan, None, deadline)
             plan.conversions.stage()
     started = time.perf_counter()
-    try:
-        begin_all([side for side, _ in plans], deadline, version)
-    except BaseException:
-        for side, _ in plans:
-            side.writer.abort()  # nothing is written yet
-        raise
     versions = []
     uncommitted = [side for side, _ in plans]
     try:
+        begin_all(uncommitted, deadline, version)
         for side, plan in plans:
             side.write(plan)
         for side, _ in plans:
