@@ -92,13 +92,32 @@ void populate(std::uintptr_t address, std::size_t bytes) {
   for (std::size_t i = 0; i < bytes; i += 4096) page[i] = page[i];  // what is written there already stays
 }
 
+// The identity of a segment as it was read, not checked yet.
+struct Header {
+  alignas(Identity) std::array<std::byte, sizeof(Identity)> bytes;
+  bool ready = false;
+  std::uint64_t file_bytes = 0;
+  const Identity& identity() const { return *reinterpret_cast<const Identity*>(bytes.data()); }
+};
+
+template <auto Member>
+auto word(const Header& header) {
+  return header.identity().*Member;
+}
+
+template <auto Member>
+nb::bytes octets(const Header& header) {
+  const auto& field = header.identity().*Member;
+  return nb::bytes(reinterpret_cast<const char*>(field), sizeof field);
+}
+
 // Read, not mapped: a process that may write the file may shorten it at any time, and a page that is gone ends the
 // process.
-nb::object read_identity(int fd) {
+std::optional<Header> read_identity(int fd) {
   struct stat info;
   if (fstat(fd, &info) != 0) throw std::system_error(errno, std::generic_category(), "fstat");
   std::uint32_t ready = 0;
-  alignas(Identity) std::array<std::byte, sizeof(Identity)> bytes;
+  Header header;
   const auto got = [fd](void* to, std::size_t size, std::size_t at) {
     ssize_t count = 0;
     do count = pread(fd, to, size, static_cast<off_t>(at));
@@ -106,36 +125,13 @@ nb::object read_identity(int fd) {
     if (count < 0) throw std::system_error(errno, std::generic_category(), "reading the identity");
     return static_cast<std::size_t>(count) == size;
   };
-  if (!got(&ready, sizeof ready, offsetof(Identity, ready))) return nb::none();
+  if (!got(&ready, sizeof ready, offsetof(Identity, ready))) return {};
   // SYNC ready: acquire; pairs with make_ready(). What is read after it is complete if it was ready.
   std::atomic_thread_fence(std::memory_order_acquire);
-  if (!got(bytes.data(), bytes.size(), 0)) return nb::none();
-  const auto& id = *reinterpret_cast<const Identity*>(bytes.data());
-  nb::dict d;
-  d["ready"] = ready != 0;
-  d["magic"] = id.magic;
-  d["abi"] = id.abi;
-  d["endian"] = id.endian;
-  d["segment_bytes"] = id.segment_bytes;
-  d["file_bytes"] = static_cast<std::uint64_t>(info.st_size);
-  d["session"] = nb::bytes(reinterpret_cast<const char*>(id.session), 16);
-  d["owner"] = id.owner;
-  d["boot_id"] = nb::bytes(reinterpret_cast<const char*>(id.boot_id), 16);
-  d["pid_namespace"] = id.pid_namespace;
-  d["slots"] = id.slots;
-  d["readers"] = id.readers;
-  d["slot_bytes"] = id.slot_bytes;
-  d["slab_kind"] = id.slab_kind;
-  d["slab_fd"] = id.slab_fd;
-  d["slab_inode"] = id.slab_inode;
-  d["slab_handle"] = nb::bytes(reinterpret_cast<const char*>(id.slab_handle), kHandleBytes);
-  d["manifest_offset"] = id.manifest_offset;
-  d["manifest_bytes"] = id.manifest_bytes;
-  d["fingerprint"] = id.fingerprint;
-  d["crc"] = id.crc;
-  const std::string covered = covered_by_crc(id);
-  d["covered"] = nb::bytes(covered.data(), covered.size());
-  return d;
+  if (!got(header.bytes.data(), header.bytes.size(), 0)) return {};
+  header.ready = ready != 0;
+  header.file_bytes = static_cast<std::uint64_t>(info.st_size);
+  return header;
 }
 
 // Changes a part of the word; another thread may change the other part meanwhile.
@@ -203,8 +199,40 @@ void bind_memory(nb::module_& m) {
   m.def("map_readonly_over", &map_readonly_over, "address"_a, "bytes"_a, "fd"_a,
         "Replace the mapping at address by a read-only one of fd.");
   m.def("populate", &populate, "address"_a, "bytes"_a, "Touch every page of a writable mapping.");
-  m.def("read_identity", &read_identity, "fd"_a, nb::sig("def read_identity(fd: int) -> dict | None"),
-        "The identity of a control segment, unchecked; None when the file is too short to hold one.");
+  nb::class_<Header>(
+      m, "Header",
+      "The identity of a control segment as it was read, not checked yet: native/include/shmsync/layout.hpp.")
+      .def_ro("ready", &Header::ready)
+      .def_ro("file_bytes", &Header::file_bytes, "Size of the file; attach() wants it equal to segment_bytes.")
+      .def_prop_ro("magic", &word<&Identity::magic>)
+      .def_prop_ro("abi", &word<&Identity::abi>)
+      .def_prop_ro("endian", &word<&Identity::endian>)
+      .def_prop_ro("segment_bytes", &word<&Identity::segment_bytes>)
+      .def_prop_ro("session", &octets<&Identity::session>)
+      .def_prop_ro("owner", &word<&Identity::owner>)
+      .def_prop_ro("boot_id", &octets<&Identity::boot_id>)
+      .def_prop_ro("pid_namespace", &word<&Identity::pid_namespace>)
+      .def_prop_ro("slots", &word<&Identity::slots>)
+      .def_prop_ro("readers", &word<&Identity::readers>)
+      .def_prop_ro("slot_bytes", &word<&Identity::slot_bytes>)
+      .def_prop_ro("slab_kind", &word<&Identity::slab_kind>)
+      .def_prop_ro("slab_fd", &word<&Identity::slab_fd>)
+      .def_prop_ro("slab_inode", &word<&Identity::slab_inode>)
+      .def_prop_ro("slab_handle", &octets<&Identity::slab_handle>,
+                   "By which the memory of a device is opened; else zeros.")
+      .def_prop_ro("manifest_offset", &word<&Identity::manifest_offset>)
+      .def_prop_ro("manifest_bytes", &word<&Identity::manifest_bytes>)
+      .def_prop_ro("fingerprint", &word<&Identity::fingerprint>)
+      .def_prop_ro("crc", &word<&Identity::crc>)
+      .def_prop_ro(
+          "covered",
+          [](const Header& header) {
+            const std::string covered = covered_by_crc(header.identity());
+            return nb::bytes(covered.data(), covered.size());
+          },
+          "The bytes that the crc covers.");
+  m.def("read_identity", &read_identity, "fd"_a,
+        "The identity of a control segment; None when the file is too short to hold one.");
 
   nb::class_<ReaderTable::Row>(m, "Row",
                                "One row of the reader table at one look. `acked` is that of `worker`, or 0; the other "

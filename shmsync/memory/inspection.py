@@ -16,7 +16,7 @@ from pathlib import Path
 from .. import _native
 from ..errors import ArenaCorrupt, ArenaNotFound, ShmSyncError
 from .control import header as _header
-from .control.header import Header, check_readable, locked, opened
+from .control.header import check_readable, locked, opened
 from .control.leftovers import may_live
 from .control.leftovers import names as all_names
 from .control.reader_figures import figures
@@ -104,7 +104,7 @@ def look(name: str, peers: Peers) -> ArenaSeen | None:
 def manifest_of(name: str) -> Manifest:
     """The manifest of an arena. Raises ArenaNotFound, ArenaCorrupt, NoSpace."""
     with refusals(f"looking at arena {name!r}"), opened(name) as fd:
-        header = None if fd is None else _header.read(fd)
+        header = None if fd is None else _native.read_identity(fd)
         if fd is None or header is None or not header.ready:
             raise ArenaNotFound(f"there is no arena {name!r} that is ready; `shmsync list` shows those that there are")
         check_readable(name, header)
@@ -137,7 +137,7 @@ def _look(name: str, fd: int, peers: Peers) -> ArenaSeen:
     age = max(0.0, time.time() - status.st_mtime)  # stores into a mapping of it do not count as changes
     if os.geteuid() not in (status.st_uid, 0):
         return ArenaSeen(name, Condition.UNKNOWN, f"it is another user's, of uid {status.st_uid}", None, age)
-    header = _header.read(fd)
+    header = _native.read_identity(fd)
     if _header.foreign(header):
         return ArenaSeen(name, Condition.UNKNOWN, "it is no segment of shmsync; see who made it", None, age)
     if header is None or not header.ready:
@@ -181,7 +181,7 @@ def _look(name: str, fd: int, peers: Peers) -> ArenaSeen:
     )
 
 
-def _owner(header: Header, peers: Peers) -> tuple[Condition, str]:
+def _owner(header: _native.Header, peers: Peers) -> tuple[Condition, str]:
     if not may_live(header):
         return Condition.DEAD, f"its publisher is dead; {_CLEAN}"
     condition = _condition(header.owner, peers, header)
@@ -192,7 +192,7 @@ def _owner(header: Header, peers: Peers) -> tuple[Condition, str]:
     return condition, why.get(condition, "")
 
 
-def _condition(owner: int, peers: Peers, header: Header) -> Condition:
+def _condition(owner: int, peers: Peers, header: _native.Header) -> Condition:
     if header.boot_id != me().boot_id:
         return Condition.DEAD
     if header.pid_namespace != me().pid_namespace:

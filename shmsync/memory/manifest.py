@@ -25,7 +25,7 @@ from .strides import Strides, contiguous, dense, layout_of
 if TYPE_CHECKING:
     import torch
 
-    from .control.header import Header
+    from .. import _native
 
 Key = tuple[str, ...]
 
@@ -295,7 +295,7 @@ def _check_places(leaves: Iterable[Leaf]) -> None:
         before = leaf
 
 
-def checked_manifest(name: str, text: bytes, header: Header) -> Manifest:
+def checked_manifest(name: str, text: bytes, header: _native.Header) -> Manifest:
     """The manifest of a segment from its bytes, checked against the header. Raises ArenaCorrupt."""
     if fingerprint(text) != header.fingerprint:
         raise ArenaCorrupt(

@@ -13,7 +13,7 @@ import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import posix_ipc
 
@@ -24,33 +24,6 @@ from ..system.calls import close, patient
 PREFIX = "/shmsync."
 FOLDER = "/dev/shm"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # of arenas
-
-
-class Header(NamedTuple):
-    """The header of a segment as it was read, not checked yet; see Identity in native/include/shmsync/layout.hpp."""
-
-    ready: bool
-    magic: int
-    abi: int
-    endian: int
-    segment_bytes: int
-    file_bytes: int  # size of the file; attach() wants it equal to segment_bytes
-    session: bytes
-    owner: int
-    boot_id: bytes
-    pid_namespace: int
-    slots: int
-    readers: int
-    slot_bytes: int
-    slab_kind: int
-    slab_fd: int
-    slab_inode: int
-    slab_handle: bytes  # by which the memory of a device is opened; else zeros
-    manifest_offset: int
-    manifest_bytes: int
-    fingerprint: int
-    crc: int
-    covered: bytes  # the bytes that the crc covers
 
 
 @contextmanager
@@ -117,7 +90,7 @@ def check_ours(name: str, fd: int) -> None:
         )
 
 
-def foreign(header: Header | None) -> bool:
+def foreign(header: _native.Header | None) -> bool:
     """Is it another program's file that only has a name like a segment's?
 
     A creator that dies leaves nothing, zeros, or what begins with the magic number.
@@ -125,7 +98,7 @@ def foreign(header: Header | None) -> bool:
     return header is not None and header.magic not in (0, _native.MAGIC)
 
 
-def check_readable(name: str, header: Header) -> None:
+def check_readable(name: str, header: _native.Header) -> None:
     """Raise ArenaCorrupt for what is no segment, or one that this version of shmsync cannot read."""
     if header.magic != _native.MAGIC or header.endian != _native.ENDIAN_TAG:
         raise ArenaCorrupt(
@@ -152,12 +125,6 @@ def check_readable(name: str, header: Header) -> None:
 def nobody_proven_dead(uid: int) -> str:
     """Why a segment of another user's stays that is not ready: its header does not name an owner."""
     return f"it belongs to uid {uid} and its header does not name an owner process, so that no process is proven dead"
-
-
-def read(fd: int) -> Header | None:
-    """The header; None when the file is too short to have one."""
-    fields: dict[str, Any] | None = _native.read_identity(fd)
-    return None if fields is None else Header(**fields)
 
 
 class Inode(NamedTuple):

@@ -25,7 +25,7 @@ from ...errors import ArenaNotFound, ShmSyncError
 from ..system.calls import refusals
 from ..system.process import Peer, exists, me, pid_of
 from . import header as _header
-from .header import FOLDER, NAME, PREFIX, Header, opened
+from .header import FOLDER, NAME, PREFIX, opened
 
 _log = logging.getLogger("shmsync")
 
@@ -63,7 +63,7 @@ def sweep(name: str) -> int | None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # its creator is at work, or a process that removes it
-            header = _header.read(fd)
+            header = _native.read_identity(fd)
             return pid_of(header.owner) if header is not None and may_live(header) else 0
         if (owner := _live_owner(name, fd)) is not None:
             return owner
@@ -77,7 +77,7 @@ def _live_owner(name: str, fd: int) -> int | None:
 
     Raises ArenaNotFound, which says why it stays, for what is no segment, and for another user's unless this is root.
     """
-    header = _header.read(fd)
+    header = _native.read_identity(fd)
     if header is not None and header.ready and may_live(header):
         return pid_of(header.owner)
     if _header.foreign(header):
@@ -122,7 +122,7 @@ def _is_left_over(name: str, living: set[int]) -> bool:
     with opened(name) as fd:
         if fd is None or os.fstat(fd).st_uid != os.geteuid():
             return False
-        header = _header.read(fd)
+        header = _native.read_identity(fd)
         if _header.foreign(header):
             return False
         if header is None or not header.ready:
@@ -136,7 +136,7 @@ def _is_left_over(name: str, living: set[int]) -> bool:
         return False
 
 
-def may_live(header: Header) -> bool:
+def may_live(header: _native.Header) -> bool:
     """Could the owner be alive? True for one in another pid namespace, which cannot be looked at from here."""
     here = me()
     if header.magic != _native.MAGIC or header.boot_id != here.boot_id:
@@ -150,7 +150,7 @@ def may_live(header: Header) -> bool:
     return not Peer(owner=header.owner).dead
 
 
-def _is_of_an_earlier_program(header: Header) -> bool:
+def _is_of_an_earlier_program(header: _native.Header) -> bool:
     """Did this process make it before it ran this program? Then its slab is gone from here.
 
     Where addresses are fixed, an exec of the same program leaves the owner word as it was.

@@ -28,14 +28,12 @@ from .header import (
     FOLDER,
     NAME,
     PREFIX,
-    Header,
     Inode,
     check_ours,
     check_readable,
     inode_of,
     locked,
     opened,
-    read,
     stands_for,
     unlink,
 )
@@ -129,7 +127,7 @@ def _whose(name: str, owner: int) -> str:
     """Whose it is, and what to do about it; of a name that is taken."""
     try:
         with opened(name) as fd:
-            header = None if fd is None else read(fd)
+            header = None if fd is None else _native.read_identity(fd)
     except (ArenaNotFound, OSError):  # it is taken all the same
         header = None
     here = me()
@@ -143,7 +141,7 @@ def _whose(name: str, owner: int) -> str:
 def session_of(name: str) -> bytes | None:
     """The session of the arena of this name; None when there is none that is ready."""
     with opened(name) as fd:
-        header = None if fd is None else read(fd)
+        header = None if fd is None else _native.read_identity(fd)
     return header.session if header is not None and header.ready else None
 
 
@@ -188,7 +186,7 @@ def make_ready(created: Created) -> None:
 
 def attach(
     name: str, session: bytes | None, deadline: float, *, pass_over_dead: bool = False
-) -> tuple[_native.Control, Header]:
+) -> tuple[_native.Control, _native.Header]:
     """Map the segment of a live arena, after checking all of its header.
 
     `session`: the handle's. None accepts any, and waits until there is one; a handle's arena was there already.
@@ -211,7 +209,7 @@ def attach(
                 if wait_for_next(session is None):
                     continue
                 raise ArenaNotFound(_no_arena(name, session, time.monotonic() - began))
-            header = read(fd)
+            header = _native.read_identity(fd)
             if header is not None and header.ready:
                 if session is not None and header.session != session:
                     raise ArenaNotFound(
@@ -264,7 +262,7 @@ def withdraw(name: str, inode: Inode) -> None:
         )
 
 
-def _check_header(name: str, header: Header) -> None:
+def _check_header(name: str, header: _native.Header) -> None:
     def need(what: str, found: object, expected: object, error: type[Exception] = ArenaCorrupt) -> None:
         if found != expected:
             raise error(f"arena {name!r} has {what} {found!r} but {expected!r} is needed; {_NEXT[error]}")

@@ -13,7 +13,7 @@ OWNER, PIN, ACKED, WANT = 0, 8, 16, 24
 
 
 def rows_offset(identity):
-    end = identity["manifest_offset"] + identity["manifest_bytes"]
+    end = identity.manifest_offset + identity.manifest_bytes
     return (end + 65535) // 65536 * 65536
 
 

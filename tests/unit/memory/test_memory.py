@@ -123,9 +123,9 @@ def test_a_header_that_is_cut_off_while_it_is_read_ends_no_process(tmp_path):
     cut = "import os, sys\nwhile True: os.truncate(sys.argv[1], 0); os.truncate(sys.argv[1], 4096)"
     read = """
 import os, sys
-from shmsync.memory.control import header
+from shmsync import _native
 fd = os.open(sys.argv[1], os.O_RDONLY)
-seen = {header.read(fd) is None for _ in range(200_000)}
+seen = {_native.read_identity(fd) is None for _ in range(200_000)}
 sys.exit(0 if seen == {True, False} else 3)
 """
     with subprocess.Popen([sys.executable, "-S", "-c", cut, path]) as other:
