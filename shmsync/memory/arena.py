@@ -246,8 +246,7 @@ def _beside(device: Device, size: int) -> Slab:
     try:
         return slab.beside(device, size)
     except NoSpace:
-        if not lent.made_room():
-            raise
+        lent.sweep()
     return slab.beside(device, size)
 
 

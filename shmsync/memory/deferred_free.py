@@ -38,13 +38,6 @@ def sweep() -> int:
         return len(_lent)
 
 
-def made_room() -> bool:
-    """Free what no process has open any more; was there any?"""
-    with _lock:
-        before = len(_lent)
-        return sweep() < before
-
-
 def _open_elsewhere(control: _native.Control) -> bool:
     mine = me().owner
     return any(owner != mine and not Peer(owner=owner).dead for _, owner in control.owners())
