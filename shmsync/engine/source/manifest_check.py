@@ -30,11 +30,6 @@ def same_layout(tensor: torch.Tensor, leaf: Leaf) -> bool:
     )
 
 
-def plain(tensor: torch.Tensor) -> bool:
-    """Is it contiguous in CPU memory, and not lazily conjugated or negated?"""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-
-
 def mismatches(
     tensors: Mapping[Key, Any], arena: Arena, *, partial: bool, any_device: bool, source_is: str = "source"
 ) -> list[str]:

@@ -20,12 +20,12 @@ from . import extra_state
 from .cast_before_send import cast_tensors, cast_weights
 from .dtypes import Dtypes, check_dtypes, kept_leaves
 from .leaf_check import problem_with
-from .manifest_check import plain, same_bytes
+from .manifest_check import same_bytes
 from .overlaps import shared_in_part
 from .sources import EVERYTHING, check_keys, collect, not_saved
 from .targets import made_anew, problem_with_target
 from .tied import without
-from .wrappers import of_wrappers, respelled, spelled_in, state_of, submodules, walk
+from .wrappers import of_wrappers, respelled, spelled_in, state_of, submodules
 
 Form = Literal["tensordict", "state_dict"]
 _FORMS = ("tensordict", "state_dict")
@@ -83,7 +83,7 @@ class WeightStrategy:
     def _extracted(self, source: Any) -> Any:
         if self.extract_as == "state_dict":
             if isinstance(source, nn.Module):
-                _refuse_odd_module(source)
+                _values_of(source)
                 return state_of(source)
             if isinstance(source, TensorDictBase):
                 return {".".join(key): value for key, value in collect(source, EVERYTHING).tensors.items()}
@@ -234,8 +234,13 @@ def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _copies_as_bytes(tensor: torch.Tensor) -> bool:
-    # Other types may keep their values elsewhere; the changes of an inference tensor are not counted.
-    return type(tensor) in (torch.Tensor, nn.Parameter) and plain(tensor) and counts_changes(tensor)
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter)  # others may keep their values elsewhere
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+        and counts_changes(tensor)
+    )
 
 
 def _dtype_of(value: Any) -> torch.dtype | None:
@@ -256,16 +261,6 @@ def _with_buffers(extracted: Any, buffers: Container[Key]) -> Any:
 def is_flat(weights: TensorDictBase) -> bool:
     """Does it have dotted keys, as TensorDict(module.state_dict()) has?"""
     return any("." in key for key in weights.keys())  # noqa: SIM118  # a TensorDict iterates over its batch
-
-
-def _refuse_odd_module(module: nn.Module) -> None:
-    """Raise as refuse_odd() for the tensors of a module; cheaper than collecting them."""
-    if any(
-        tensor is not None and problem_with(tensor)
-        for place in walk(module)
-        for tensor in (*place.module._parameters.values(), *place.module._buffers.values())
-    ):
-        _values_of(module)  # tells which
 
 
 def _values_of(module: nn.Module) -> dict[Key, torch.Tensor]:
