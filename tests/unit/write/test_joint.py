@@ -87,8 +87,10 @@ def test_none_is_changed_when_one_cannot_be_written(pair):
         if reader is not readers[-1]:
             pair[1].publish(weights(version))
     before[1] = (pair[1].version, float(pair[1].weights["w"][0]))
+    figures = [counted(pub) for pub in pair]
     with pytest.raises(shmsync.ProtocolError):  # this thread itself is in the way
         publish(pair, (7, 8), 9)
+    assert [counted(pub) for pub in pair] == [(*each[:2], each[2] + 1) for each in figures]
     for section in reversed(sections):
         section.__exit__(None, None, None)
     assert [seen(pub, consistency) for pub in pair for consistency in ("pinned", "optimistic")] == [
