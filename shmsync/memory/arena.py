@@ -148,7 +148,7 @@ class Arena:
     @functools.cached_property
     def fresh(self) -> Fresh:
         """What makes private memory for the leaves."""
-        return Fresh(self.manifest)
+        return Fresh(self.manifest, self.device)
 
     def slot_address(self, slot: int) -> int:
         """Where a slot starts in the writable mapping."""

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 Pieces: TypeAlias = list[tuple[int, int, int]]  # (address, place in a slot, bytes)
 
 _empty = torch.empty_strided
-_cpu = torch.device("cpu")
 
 
 class Fresh:
@@ -27,9 +26,11 @@ class Fresh:
 
     Args:
         manifest: the leaves. Those that are one tensor in the arena get memory of their own each.
+        device: where the memory lies.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, device: torch.device) -> None:
+        self._device = device
         self._leaves = [(leaf.shape, leaf.strides, leaf.dtype) for leaf in manifest.leaves]
         self._places = [(leaf.offset, leaf.nbytes) for leaf in manifest.leaves]
         self._tree = tree({leaf.key: number for number, leaf in enumerate(manifest.leaves)})
@@ -37,7 +38,8 @@ class Fresh:
     def make(self) -> tuple[Pieces, list[torch.Tensor]]:
         """What is to be copied where, and for each leaf the tensor there, whose bytes are not set."""
         with plainly():
-            tensors = [_empty(shape, strides, dtype=dtype, device=_cpu) for shape, strides, dtype in self._leaves]
+            device = self._device
+            tensors = [_empty(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self._leaves]
             addresses = [tensor.data_ptr() for tensor in tensors]
         pieces = [(to, *place) for to, place in zip(addresses, self._places, strict=True) if place[1]]
         return pieces, tensors

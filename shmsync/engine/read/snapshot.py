@@ -75,13 +75,12 @@ class Targets:
         self._others: list[tuple[torch.Tensor, Leaf]] = []
         self._pieces: Pieces | None = None  # of new memory
         self.new: list[torch.Tensor] = []
-        if out is None and arena.on_device is None:
-            self._pieces, self.new = arena.fresh.make()
-            return
         if out is None:
-            with plainly():
-                self.new = [torch.empty_like(arena.views(0)[leaf.key]) for leaf in arena.manifest.leaves]
-            self._others = list(zip(self.new, arena.manifest.leaves, strict=True))
+            pieces, self.new = arena.fresh.make()
+            if arena.on_device is None:
+                self._pieces = pieces
+            else:
+                self._others = list(zip(self.new, arena.manifest.leaves, strict=True))
             return
         if not is_tensordict(out):
             raise TypeError(f"out is a TensorDict with the arena's keys, not a {type(out).__name__}")
