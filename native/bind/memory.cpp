@@ -170,7 +170,6 @@ void bind_memory(nb::module_& m) {
   m.attr("TRACE_FD_BITS") = kTraceFdBits;
   m.attr("ENDIAN_TAG") = kEndianTag;
   m.attr("SLAB_CUDA") = static_cast<std::uint32_t>(SlabKind::cuda);
-  m.attr("OTHER_SLABS") = kOtherKinds;
   m.attr("MAX_DEVICE_SLOTS") = kMaxDeviceSlots;
   m.attr("HANDLE_BYTES") = kHandleBytes;
   m.attr("SLAB_MEMFD") = static_cast<std::uint32_t>(SlabKind::memfd);

@@ -45,9 +45,10 @@ class TestEveryClass:
     @pytest.mark.parametrize("travel", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
     def test_it_still_does_after_a_journey(self, kind, travel):
         error = kind("late", version=3, missing=[1])
+        error.leaves = ("layer.weight",)
         arrived = travel(travel(error))
         assert type(arrived) is kind and arrived.help == error.help and arrived.__notes__ == error.__notes__
-        assert (str(arrived), arrived.version, arrived.missing) == ("late", 3, [1])
+        assert (str(arrived), arrived.version, arrived.missing, arrived.leaves) == ("late", 3, [1], ("layer.weight",))
 
 
 def test_the_address_is_that_of_the_project():
