@@ -78,7 +78,8 @@ class FifoLock {
 // One or several locks in a `with` statement, taken in one order for all threads.
 class ScopedLock {
  public:
-  ScopedLock(nb::list locks, double deadline, std::string call) : deadline_(deadline), call_(std::move(call)) {
+  ScopedLock(nb::list locks, double deadline, std::string inside, std::string late)
+      : deadline_(deadline), inside_(std::move(inside)), late_(std::move(late)) {
     for (nb::handle lock : locks) add(lock);
     std::sort(held_.begin(), held_.end(),
               [](const Held& a, const Held& b) { return a.lock->serial() < b.lock->serial(); });
@@ -88,11 +89,7 @@ class ScopedLock {
 
   void enter() {
     for (Held& held : held_)
-      if (held.lock->mine())
-        raise("WriterBusy",
-              (call_ + "() from inside a send of the same thread (a signal handler, or a hook that sends); nothing was "
-                       "sent. Let that send end first")
-                  .c_str());
+      if (held.lock->mine()) raise("WriterBusy", inside_.c_str());
     try {
       for (Held& held : held_) take(held);
     } catch (...) {
@@ -120,10 +117,7 @@ class ScopedLock {
     while (!held.lock->at_front(held.ticket)) {
       const auto rung = held.lock->rung();
       const double left = deadline_ - static_cast<double>(monotonic_ns()) / 1e9;
-      if (!(left > 0))
-        raise("WriterBusy", ("another thread was sending this model all the time that " + call_ +
-                             "() had; nothing was sent. Give it more with timeout=, or send from one thread")
-                                .c_str());
+      if (!(left > 0)) raise("WriterBusy", late_.c_str());
       held.lock->sleep(rung, Nanoseconds(static_cast<std::int64_t>(std::min(left, 0.05) * 1e9)));
       // A handler that raises leaves the line; see enter().
       if (in_python([] { return PyErr_CheckSignals(); }) != 0) throw nb::python_error();
@@ -132,7 +126,8 @@ class ScopedLock {
 
   std::vector<Held> held_;
   double deadline_;
-  std::string call_;
+  std::string inside_;  // what WriterBusy says to a thread that has one of the locks already
+  std::string late_;    // and to one that does not get them by the deadline
 };
 
 }  // namespace
@@ -144,11 +139,11 @@ void bind_fifo_lock(nb::module_& m) {
       .def("mine", &FifoLock::mine, "Does the calling thread have it?");
   nb::class_<ScopedLock>(m, "ScopedLock",
                          "These locks, held in a with statement; taken in one order, whatever theirs is.")
-      .def(nb::init<nb::list, double, std::string>(), "locks"_a, "deadline"_a, "call"_a,
-           nb::sig("def __init__(self, locks: list[FifoLock], deadline: float, call: str) -> None"))
+      .def(nb::init<nb::list, double, std::string, std::string>(), "locks"_a, "deadline"_a, "inside"_a, "late"_a,
+           nb::sig("def __init__(self, locks: list[FifoLock], deadline: float, inside: str, late: str) -> None"))
       .def("__enter__", &ScopedLock::enter,
-           "Wait for the locks. Raises WriterBusy at the monotonic time `deadline`, and at once for a thread that has "
-           "one of them already.")
+           "Wait for the locks. Raises WriterBusy(late) at the monotonic time `deadline`, and WriterBusy(inside) to a "
+           "thread that has one of them already.")
       .def(
           "__exit__", [](ScopedLock& self, nb::handle, nb::handle, nb::handle) { self.exit(); }, "exc_type"_a.none(),
           "exc"_a.none(), "traceback"_a.none());

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import closing
 
 from ... import _native
-from ...errors import NotDelivered, WriterBusy
+from ...errors import NotDelivered
 from ...memory.arena import Arena
 from ...memory.system.process import Peers
 from ..outcome import Outcome, Wording, listed
@@ -26,6 +26,10 @@ _WORDING = Wording(
     do="answer",
     doing="answering",
 )
+_BUSY = (
+    "another call of verify() of this Publisher is under way, in another thread or, from a signal handler, in this "
+    "one; let it end first"
+)
 _LAST = (1 << 32) - 1
 
 
@@ -39,19 +43,8 @@ class VerifyRequest:
 
     def ask(self, workers: list[int] | None, version: int, deadline: float, check: Callable[[], None]) -> Proof:
         """Ask these workers (None: who is attached now) and wait. `check` raises what else should end the wait."""
-        entered = False
-        try:
-            with _native.ScopedLock([self._turn], deadline, "verify"):
-                entered = True
-                rows, outcome = self._answers(workers, deadline, check)
-        except WriterBusy:
-            if entered:
-                raise
-            raise WriterBusy(
-                "another call of verify() of this Publisher is under way, in another thread or, from a signal handler, "
-                "in this one; let it end first",
-                version=version,
-            ) from None
+        with _native.ScopedLock([self._turn], deadline, _BUSY, _BUSY):
+            rows, outcome = self._answers(workers, deadline, check)
         manifest, what = self._arena.manifest, f"version {version}"
         found = {name: Verdict.problem(row.found, manifest) for name, row in rows.done.items()}
         wrong = {name: problem for name, problem in found.items() if problem[0]}

@@ -29,7 +29,14 @@ def hold_all(send_locks: list[SendLock], deadline: float, call: str) -> _native.
     All threads take them in one order. Raises WriterBusy at the monotonic time `deadline`, and at once where the
     same thread has one of them already: in a signal handler, or in a hook of a send that sends.
     """
-    return _native.ScopedLock([each.lock for each in send_locks], deadline, call)
+    return _native.ScopedLock(
+        [each.lock for each in send_locks],
+        deadline,
+        f"{call}() from inside a send of the same thread (a signal handler, or a hook that sends); nothing was sent. "
+        "Let that send end first",
+        f"another thread was sending this model all the time that {call}() had; nothing was sent. Give it more with "
+        "timeout=, or send from one thread",
+    )
 
 
 class TryHold(_native.Scope):

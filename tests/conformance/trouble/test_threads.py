@@ -164,14 +164,14 @@ def test_a_waiting_thread_is_served_before_the_one_that_comes_again():
         order, inside = [], threading.Event()
 
         def take(name):
-            with shmsync._native.ScopedLock([send_lock.lock], float("inf"), "send"):
+            with shmsync._native.ScopedLock([send_lock.lock], float("inf"), "inside", "late"):
                 inside.set()
                 order.append(name)
 
-        with shmsync._native.ScopedLock([send_lock.lock], float("inf"), "send"):
+        with shmsync._native.ScopedLock([send_lock.lock], float("inf"), "inside", "late"):
             waiting = Call(take, "second")
             until_waits(waiting, "take")
-        with shmsync._native.ScopedLock([send_lock.lock], float("inf"), "send"):
+        with shmsync._native.ScopedLock([send_lock.lock], float("inf"), "inside", "late"):
             order.append("first again")
         waiting.result()
         assert order == ["second", "first again"]
