@@ -168,11 +168,10 @@ def says_what_it_takes(kind: type, attribute: str) -> bool:
 
 def process_of(arguments: Arguments, index: int) -> Any:
     """A function that gives the worker's process as soon as there is one, or None."""
-    procs, context = arguments.get("procs"), arguments.context
-    held = None if context is None or getattr(context, "procs", None) is not procs else weakref.ref(context)
+    procs = arguments.reader("procs")
 
     def process() -> Any:
-        current = procs if held is None else getattr(held(), "procs", None)
+        current = procs()
         return current[index] if current is not None and index < len(current) else None
 
     return process

@@ -226,19 +226,15 @@ class SharedMemCarrier(PipeCarrier):
     def post_common(self, model_id: str, weights: Any, deadline: float) -> Posted:
         """As post(), in the case that is_common(). The result has the workers that have not answered in a moment."""
         route, publication = self._routes[model_id]
-        copy = None
-        if model_id in self.plain:
-            copy = self._copies.get(model_id)
-            if copy is None or not copy.good_for(publication.writer):  # post() checks the TensorDict again
-                return self.post(model_id, weights, self.reach(model_id, list(self.links)), deadline)
-        if isinstance(weights, nn.Module):
-            due = Publication(publication.writer, weights, publication.optional)
-            (version,) = publish_all([due], None, deadline)
-        else:
-            known = publication.writer.publish_like(weights, deadline)
-            if known is None:  # post() checks all of it
-                return self.post(model_id, weights, self.reach(model_id, list(self.links)), deadline)
-            version = known
+        copy, version = self._copies.get(model_id), None
+        if model_id not in self.plain or (copy is not None and copy.good_for(publication.writer)):
+            if isinstance(weights, nn.Module):
+                due = Publication(publication.writer, weights, publication.optional)
+                (version,) = publish_all([due], None, deadline)
+            else:
+                version = publication.writer.publish_like(weights, deadline)
+        if version is None:  # post() checks the weights, and the TensorDict of the user's own
+            return self.post(model_id, weights, self.reach(model_id, list(self.links)), deadline)
         if copy is not None and weights is not self.plain[model_id]:
             copy.write(None)
         tag = Tag(model_id, version)

@@ -173,7 +173,7 @@ class Packer:
             except NoSpace as error:
                 if not self._warned:
                     self._warned = True
-                    _log.warning("workers cannot fetch these weights from this process, they go in the call: %s", error)
+                    _log.warning("workers cannot fetch weights from this process (%s); they go by slower means", error)
         return _PackedMemory([torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes], None)
 
 

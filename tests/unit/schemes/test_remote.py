@@ -63,7 +63,7 @@ def test_weights_without_room_for_shared_memory_go_in_the_call_and_the_log_says_
         (None, [float(version)] * 8) for version in (1, 2)
     ]
     (said,) = caplog.messages
-    assert "they go in the call" in said and "bytes are needed" in said
+    assert "they go by slower means" in said and "bytes are needed" in said
 
 
 def test_a_relay_does_not_keep_the_weights_that_it_has_published(relay):
