@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from ...memory.system.calls import poll
 from .connection import Channel
-from .proved import Listener
+from .proved import Listener, connection_of
 from .serial_executor import SerialExecutor, Task
 from .timed_queue import TimedQueue
 
@@ -47,7 +47,7 @@ class Door:
         if self._bell in found:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._bell)
-        for connection in self._listener.admit():
+        for connection in map(connection_of, self._listener.admit()):
             with self._lock:
                 self.senders[connection] = channel = Channel.of(connection)
                 while self._first:

@@ -1,7 +1,7 @@
-"""TCP connections whose two ends prove that they know one secret, before either unpickles what the other has sent.
+"""TCP connections whose two ends prove that they know one secret, before either reads what the other has sent.
 
     dialler → listener   a nonce, and the proof of its maker that it knows the secret
-    listener → dialler   the same for the dialler's nonce; frames may follow in both directions
+    listener → dialler   the same for the dialler's nonce; anything may follow in both directions
 
 INV: a listener takes a nonce once, so a hello that was read on the way opens no second connection.
 INV: a forked child holds none of these sockets open: the kernel ends a connection with the process that made it.
@@ -20,6 +20,9 @@ import weakref
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ...memory.system.calls import poll
+from .connection import milliseconds
+
 NONCE = 16  # bytes
 PROOF = 32
 _STRANGERS = 64  # that may be connected and have proved nothing yet
@@ -29,9 +32,9 @@ _SILENCE = 30.0  # seconds without a sign of the other machine, after which the 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def close_in_child(socket_or_listener: Any) -> None:
-    """A process that is forked from this one closes it, so that it ends with this process."""
-    _open.add(socket_or_listener)
+def close_in_child(each: Any) -> None:
+    """Close this in a process that is forked from this one."""
+    _open.add(each)
 
 
 def _close_all() -> None:
@@ -58,7 +61,8 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def _connection_of(proved: socket.socket) -> Connection:
+def connection_of(proved: socket.socket) -> Connection:
+    """A socket that a Listener or a Dial gave, as a connection for whole messages."""
     connection = Connection(proved.detach())
     _open.add(connection)
     return connection
@@ -68,7 +72,7 @@ class Listener:
     """Lets in who knows the secret. No method waits. Raises OSError when the system does not let it listen there."""
 
     def __init__(self, host: str, secret: bytes) -> None:
-        self._socket = socket.create_server((host, 0), family=_family(host), backlog=64)
+        self._socket = socket.create_server((host, 0), family=_family(host), backlog=256)
         _open.add(self)
         self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
@@ -78,27 +82,26 @@ class Listener:
 
     def register(self, poller: Any) -> bool:
         """Let a poll() see what concerns this; is there a stranger, whose time may run out?"""
-        for each in (self._socket, *self._strangers):
+        for each in self._strangers if len(self._strangers) >= _STRANGERS else (self._socket, *self._strangers):
             poller.register(each, select.POLLIN)
         return bool(self._strangers)
 
-    def admit(self) -> list[Connection]:
+    def admit(self) -> list[socket.socket]:
         """The new connections whose other ends have proved that they know the secret."""
         try:
-            while True:
+            while len(self._strangers) < _STRANGERS:  # others wait in the kernel
                 stranger, _ = self._socket.accept()
-                if len(self._strangers) < _STRANGERS:
-                    stranger.setblocking(False)
-                    _tune(stranger)
-                    _open.add(stranger)
-                    self._strangers[stranger] = b"", time.monotonic() + _PATIENCE
+                stranger.setblocking(False)
+                _tune(stranger)
+                _open.add(stranger)
+                self._strangers[stranger] = b"", time.monotonic() + _PATIENCE
         except BlockingIOError:
             pass
         except OSError:
             time.sleep(0.01)  # no descriptor is free: it waits in the kernel
         return [proved for each in list(self._strangers) if (proved := self._look_at(each)) is not None]
 
-    def _look_at(self, stranger: socket.socket) -> Connection | None:
+    def _look_at(self, stranger: socket.socket) -> socket.socket | None:
         sent, until = self._strangers[stranger]
         try:
             more = stranger.recv(NONCE + PROOF - len(sent))  # and no byte of a frame
@@ -120,7 +123,7 @@ class Listener:
             pass
         else:
             del self._strangers[stranger]
-            return _connection_of(stranger)
+            return stranger
         del self._strangers[stranger]
         stranger.close()
         return None
@@ -137,7 +140,7 @@ class Dial:
 
     def __init__(self, host: str, port: int, secret: bytes) -> None:
         self._socket = socket.socket(_family(host), socket.SOCK_STREAM)
-        _open.add(self)
+        _open.add(self._socket)
         self._socket.setblocking(False)
         self._secret = secret
         self._nonce = secrets.token_bytes(NONCE)
@@ -152,7 +155,7 @@ class Dial:
             self._socket.close()
             raise
 
-    def advance(self) -> Connection | None:
+    def advance(self) -> socket.socket | None:
         """The connection, once the other end has proved that it knows the secret; None: not yet.
 
         Raises ConnectionRefusedError when no process listens there, another OSError when it cannot be known.
@@ -180,7 +183,13 @@ class Dial:
         except OSError:
             self._socket.close()
             raise
-        return _connection_of(self._socket)
+        return self._socket
+
+    def wait(self, deadline: float) -> None:
+        """Until advance() may get further, but for a slice at most, and not beyond this monotonic time."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN if self.connected else select.POLLOUT)
+        poll(poller, milliseconds(deadline))
 
     def close(self) -> None:
         """Give it up. Idempotent."""

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import math
 import os
-import secrets
 import select
 import socket
 import threading
@@ -26,7 +25,7 @@ import torch
 from ...errors import PublishTimeout, ShmSyncError, WriterDied
 from ...memory.slab.memfd import MemfdAt, map_reusable
 from ...memory.torch_modes import run_plainly
-from ..link.proved import NONCE, PROOF, proof
+from ..link.proved import Dial
 from ..link.send_lock import SendLock, TryHold
 from .location import Site
 from .packed_weights import unpack, views_will_do
@@ -118,18 +117,14 @@ class _Connection:
 
 def _connected(at: WeightServerAddress, deadline: float) -> socket.socket:
     """A connection whose other end knows the key. Raises Unreached."""
-    connection = None
     try:
-        connection = socket.create_connection((at.host, at.port), timeout=max(0.001, deadline - time.monotonic()))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        asked, ours = _exactly(connection, NONCE, deadline), secrets.token_bytes(NONCE)
-        connection.sendall(proof(at.key, b"worker", asked + ours) + ours)
-        if _exactly(connection, PROOF, deadline) != proof(at.key, b"sender", ours + asked):
-            raise ConnectionRefusedError("who answers there does not know this session")
+        dial = Dial(at.host, at.port, at.key)
+        while (connection := dial.advance()) is None:
+            if time.monotonic() >= deadline:
+                dial.close()
+                raise TimeoutError("no answer")
+            dial.wait(deadline)
     except OSError as error:
-        if connection is not None:
-            connection.close()
         raise Unreached(f"{at.host}:{at.port} cannot be reached: {error}") from error
     return connection
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
+import os
+import secrets
 import socket
 import time
 import weakref
@@ -22,6 +24,7 @@ from shmsync.schemes.remote.packed_weights import Packer, allow_views
 from shmsync.schemes.remote.remote_requests import Unreached
 from shmsync.schemes.remote.weight_client import fetch, forget_ended, opened
 from shmsync.schemes.remote.weight_server import ASK, REPLY, TAKE
+from support.calls import forked_child
 from support.holdings import mapping_at
 from support.processes import until
 
@@ -110,6 +113,16 @@ def test_the_memory_of_weights_that_somebody_still_reads_is_not_written_again(se
         assert values(kept) == {1.0}
 
 
+def test_a_forked_child_that_drops_its_copy_of_views_leaves_them_to_its_parent(sender, reader):
+    delivery = sender.ship(1)
+    kept = [fetch(sender.ticket(delivery))]
+    read = weakref.ref(delivery.packed_weights)
+    del delivery
+    os.waitpid(forked_child(lambda: [kept.clear(), gc.collect()]), 0)
+    assert values(fetch(sender.ticket(sender.ship(2)))) == {2.0}  # over the same connection: all before it was heard
+    assert read() is not None and values(kept[0]) == {1.0}
+
+
 def test_memory_that_nobody_reads_any_more_is_used_again(sender, reader):
     seen = set()
     for value in range(8):
@@ -150,8 +163,8 @@ def connect(ticket, key):
     """A client that knows this key."""
     client = socket.create_connection((ticket.weight_server.host, ticket.weight_server.port))
     client.settimeout(60)
-    asked, ours = client.recv(NONCE, socket.MSG_WAITALL), bytes(NONCE)
-    client.sendall(proof(key, b"worker", asked + ours) + ours)
+    ours = secrets.token_bytes(NONCE)
+    client.sendall(ours + proof(key, b"dialler", ours))
     return client
 
 
@@ -199,13 +212,12 @@ def test_who_answers_without_the_key_is_not_believed(sender):
 
         def answer():
             connection, _ = impostor.accept()
-            connection.sendall(bytes(NONCE))
-            connection.recv(PROOF + NONCE, socket.MSG_WAITALL)
+            connection.recv(NONCE + PROOF, socket.MSG_WAITALL)
             connection.sendall(bytes(PROOF))
             return connection
 
         answered = executor.give(answer)
-        with pytest.raises(Unreached, match="does not know this session"):
+        with pytest.raises(Unreached, match="does not know the secret"):
             fetch(ticket._replace(weight_server=ticket.weight_server._replace(port=port)))
         assert answered.done_by(time.monotonic() + 60)
         answered.result().close()
@@ -224,6 +236,33 @@ def test_a_sender_that_cannot_be_reached_is_told_apart_from_one_that_is_gone(sen
     gc.collect()
     with pytest.raises((Unreached, WriterDied)):
         fetch(ticket)
+
+
+def test_a_forked_child_does_not_keep_the_weight_server_of_its_parent(sender):
+    address = sender.ship(1).ticket.weight_server
+    waits, told = os.pipe()
+
+    def in_child():
+        os.close(told)
+        os.read(waits, 1)  # until the parent ends the test
+
+    child = forked_child(in_child)
+    os.close(waits)
+    try:
+        sender.carrier.close()
+        gc.collect()
+
+        def refuses():
+            try:
+                socket.create_connection((address.host, address.port)).close()
+            except ConnectionRefusedError:
+                return True
+            return False
+
+        until(refuses)
+    finally:
+        os.close(told)
+        os.waitpid(child, 0)
 
 
 def test_looking_for_ended_connections_waits_for_none_and_keeps_the_others(sender):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from shmsync.schemes.link import proved
-from shmsync.schemes.link.proved import NONCE, PROOF, Dial, Listener, proof
+from shmsync.schemes.link.proved import NONCE, PROOF, Dial, Listener, connection_of, proof
 from support.calls import forked_child
 from support.descriptors import exhaust, replenish
 from support.processes import until
@@ -43,8 +43,8 @@ def connect(listener):
 
     until(both)
     for each in (ours[0], theirs[0]):
-        os.set_blocking(each.fileno(), True)
-    return ours[0], theirs[0]
+        each.setblocking(True)
+    return connection_of(ours[0]), connection_of(theirs[0])
 
 
 def stranger(listener, *sent):

@@ -28,7 +28,7 @@ from ....errors import ForkedHandle, ProtocolError
 from ....memory.system.calls import poll
 from ....memory.system.process import pid_of
 from ...link.connection import Channel
-from ...link.proved import Dial
+from ...link.proved import Dial, connection_of
 from ...link.serial_executor import GRACE
 from ..delivery import Delivery
 from ..location import Location, Site, here, is_loopback
@@ -318,14 +318,14 @@ class RankEnd:
                     )
                 self.address, self._dialled = address, now
                 self._dial = Dial(address.host, address.port, address.secret)
-            connection = self._dial.advance()
+            proved = self._dial.advance()
         except ConnectionRefusedError:  # no process listens there any more
             self._dial = None
             self._give_up_all(self._gone())
             return True
         except OSError:  # nothing is known: it may come back
-            self._dial = connection = None
-        if connection is None:
+            self._dial = proved = None
+        if proved is None:
             if now < self._dialled + _CONNECT or (self._dial is not None and self._dial.connected):
                 return False
             if self._dial is not None:
@@ -335,7 +335,8 @@ class RankEnd:
                 self._give_up_all(self._gone())
             return self._lost
         self._dial = None
-        self._connection, self.channel = connection, Channel.of(connection)
+        self._connection = connection_of(proved)
+        self.channel = Channel.of(self._connection)
         if self._lost:  # it has another address now, or has closed the connection: what it had not answered is lost
             self._lost = False
             self._drop([call for call in self._calls.values() if call.sent], self._gone(final=False))
