@@ -196,12 +196,12 @@ def executors():
 
 def test_a_step_that_a_closed_end_has_left_behind_starts_no_thread(ends):
     before = len(executors())
-    thread, end, go_on = thread_of(ends.store), ends.sender(), threading.Event()
-    thread.give(lambda: (go_on.wait(), thread.give(lambda: None)))  # as a step that finds its connection lost
+    end, go_on = ends.sender(), threading.Event()
+    thread_of(ends.store).give(lambda: (go_on.wait(), end.wait_word("none")))  # a late step
     end.close()
     go_on.set()
     until(lambda: len(executors()) == before)
-    assert not thread.give(lambda: None).done_by(time.monotonic() + 0.05)
+    end.wait_word("none")
     assert len(executors()) == before
     again = ends.sender()  # the next user starts it again
     assert thread_of(ends.store).give(lambda: 7).done_by(time.monotonic() + SOON)
@@ -232,11 +232,11 @@ def test_an_end_that_is_closed_while_it_writes_its_address_leaves_no_thread_and_
 
 def test_a_forked_child_has_a_thread_of_its_own_and_frees_its_parents_end(ends):
     end = ends.sender()
-    with thread_of(ends.store)._users_lock:  # as another thread may have, at a fork
+    with thread_of(ends.store)._starting:  # as another thread may have, at a fork
 
         def in_child():
-            end._leave()
-            mine = thread_of(ends.store).join()
+            end.close()
+            mine = thread_of(ends.store)
             assert mine.give(lambda: None).done_by(time.monotonic() + SOON)
 
         pid = forked_child(in_child)

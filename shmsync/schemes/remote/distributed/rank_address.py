@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import override
 
-from .... import _native
 from ....errors import ProtocolError, WriterDied
 from ...link.proved import PROOF
 from ...link.serial_executor import SerialExecutor, Task
@@ -91,38 +90,9 @@ class StoreThread(SerialExecutor):
     """The thread that makes the requests to one store, which a stopped host never answers, and looks for ranks there.
 
     It is handed tasks, and weak references to RankEnds that look for their rank: it calls seek() until that is True.
-    Handlers of signals run on the main thread alone, so no interrupt lands in the middle of a task.
+    Handlers of signals run on the main thread alone, so no interrupt lands in the middle of a task. It ends, after the
+    tasks that it has, when no RankEnd refers to it any more.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._users = 0
-        self._users_lock = threading.RLock()  # a garbage collection may end another user in the middle of this
-        self._born = _native.fork_generation()
-
-    def join(self) -> StoreThread:
-        """Add a user."""
-        with self._users_lock:
-            self._users += 1
-        return self
-
-    def leave(self) -> None:
-        """End the thread when the last one leaves, after the tasks that it has."""
-        if self._born != _native.fork_generation():
-            return  # a forked child has no such thread, and the lock may be taken there for good
-        started = None
-        with self._users_lock:
-            self._users -= 1
-            if self._users == 0:
-                started, self._started = self._started, None
-        if started is not None:  # outside of the lock: the thread may wait for it, in put()
-            started[1]()
-
-    @override
-    def put(self, item: Any) -> None:
-        with self._users_lock:
-            if self._users:  # else a step that a closed end has left behind would start a thread that none ends
-                super().put(item)
 
     @staticmethod
     @override

@@ -29,7 +29,7 @@ from ....memory.system.calls import poll
 from ....memory.system.process import pid_of
 from ...link.connection import Channel
 from ...link.proved import Dial, connection_of
-from ...link.serial_executor import GRACE
+from ...link.serial_executor import GRACE, Task
 from ..delivery import Delivery
 from ..location import Location, Site, here, is_loopback
 from ..packed_weights import Announcement, PackedWeights
@@ -37,7 +37,7 @@ from ..relay import RelayOptions
 from ..remote_requests import Call, Failed, Gone, Unreached
 from ..weight_server import FetchTicket
 from .group_transfers import SENDER, need_group
-from .rank_address import RankAddress, read_address, thread_of
+from .rank_address import RankAddress, StoreThread, read_address, thread_of
 from .rank_messages import UNTAKEN, UPDATED, Farewell, RankAnswer, RankMessage, RelayEnd, wrong_with
 
 _numbers = itertools.count(1)  # of messages
@@ -163,14 +163,12 @@ class RankEnd:
         self.fall: Exception | None = None  # the last reason for which no answer could come
         self.words: deque[str] = deque(maxlen=_WORDS)
         self._store, self._pid = store, os.getpid()
-        self._thread = thread_of(store).join()
-        self._leave = weakref.finalize(self, self._thread.leave)  # also of one that was never closed
-        self._leave.atexit = False
+        self._thread: StoreThread | None = thread_of(store)  # None: closed; a step that comes later is dropped
         self._calls: dict[int, MessageCall] = {}
         self._connection: Connection | None = None  # the channel holds it weakly
         self._dial: Dial | None = None
         self._dialled = 0.0
-        self._seeking = self._lost = self._closed = False
+        self._seeking = self._lost = False
 
     # For callers, on any thread.
 
@@ -196,12 +194,8 @@ class RankEnd:
 
     def ask_location(self) -> Call:
         """Where does the rank run? Its address in the store has that."""
-
-        def find() -> Location | None:
-            address = self.address  # another thread may set it
-            return None if address is None else address.location
-
-        return self._begin(NewsCall(self, find))
+        # The address is read once: another thread may set it.
+        return self._begin(NewsCall(self, lambda: None if (address := self.address) is None else address.location))
 
     def _begin(self, call: RankCall) -> Call:
         if os.getpid() != self._pid:
@@ -209,12 +203,19 @@ class RankEnd:
                 f"the connection to rank {self.rank} belongs to process {self._pid}, from which this one was forked; "
                 "make a scheme or transport here"
             )
-        self._thread.give(partial(self._take_on, call))
+        self._hand(Task(partial(self._take_on, call)))
         return call
+
+    def _hand(self, item: Any) -> None:
+        """Let the store's thread do this, unless this end was closed."""
+        thread = self._thread
+        if thread is not None:
+            thread.put(item)
 
     def close_relay(self, session: str, *, ended: bool) -> None:
         """Let the rank end what it relays for a sender, when it receives next. `ended`: the sender sends no more."""
-        task = self._thread.give(partial(self._say, RelayEnd(session, ended)))
+        task = Task(partial(self._say, RelayEnd(session, ended)))
+        self._hand(task)
         if ended:  # the process may end next
             task.done_by(time.monotonic() + GRACE)
 
@@ -247,16 +248,15 @@ class RankEnd:
                         self.words += (answer.word,)
                     del channel.arrived[0]
             except (EOFError, OSError):  # it has ended, or a fork has closed it
-                self._thread.give(partial(self._lose, channel))
+                self._hand(Task(partial(self._lose, channel)))
         if channel.ended or channel.garbage:
-            self._thread.give(partial(self._lose, channel))
+            self._hand(Task(partial(self._lose, channel)))
 
     def close(self) -> None:
         """End the connection. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._thread.give(self._end)
-            self._leave()
+        thread, self._thread = self._thread, None
+        if thread is not None and os.getpid() == self._pid:  # a forked child has no such thread
+            thread.give(self._end)
 
     # On the store's thread.
 
@@ -270,7 +270,7 @@ class RankEnd:
             self._send_all()
         elif not self._seeking:
             self._seeking = True
-            self._thread.put(weakref.ref(self))
+            self._hand(weakref.ref(self))
 
     def _send_all(self) -> None:
         assert self.channel is not None and self.address is not None
@@ -288,7 +288,7 @@ class RankEnd:
         """Look for the rank once. Has the search ended?"""
         ended = True
         try:
-            ended = self._closed or self._connected()
+            ended = self._thread is None or self._connected()
         except torch.distributed.DistError as error:
             trouble = ProtocolError(
                 f"the store of torch.distributed cannot be reached: {str(error)[:200]}; make a new process "
@@ -348,7 +348,7 @@ class RankEnd:
         if self.channel is channel:
             self._hang_up()
             self._lost, self._dialled, self._seeking = True, 0.0, True
-            self._thread.put(weakref.ref(self))
+            self._hand(weakref.ref(self))
 
     def _gone(self, *, final: bool = True) -> Gone:
         assert self.address is not None
