@@ -10,12 +10,14 @@ from torch import nn
 from typing_extensions import override
 
 from ..engine.deadlines import check_worker, deadline_after
+from ..engine.outcome import Failure, Outcome
 from ..engine.verify.compare import Proof
 from ..errors import NotDelivered, ProtocolError
 from .context_args import Arguments, chosen_workers, model_at, process_of
 from .link.blocking_calls import Calls, CallState
+from .link.gather import WORDING
 from .link.send_lock import SendLock, hold_all
-from .remote_verify import Asked, SentSums, refuse_unnoted
+from .remote_verify import Asked, SentSums, judged, refuse_unnoted
 from .scheme_end import SchemeEnd
 
 
@@ -253,24 +255,18 @@ class WeightSender(SchemeEnd):
     def _verify(self, workers: list[int], deadline: float) -> Proof:
         transports = self._chosen_transports(workers)
         questions = {index: self._sums.of(index, self._model_id, index) for index in transports}
-        wrong: dict[int, NotDelivered] = {}
+        outcome = Outcome(WORDING)
         for index, transport in transports.items():
             what = f"the question what it holds of {self._model_id!r}"
             calls = Calls(self._call_states, {index: transport}, what, self._version)
             try:
                 calls.send(self._model_id, Asked(questions[index]), deadline)
                 calls.finish(deadline)
+                outcome.done.append(index)
             except NotDelivered as error:
-                wrong[index] = error
-        if wrong:
-            raise NotDelivered(
-                f"version {self._version} of {self._model_id!r} was sent, but "
-                + "; ".join(f"worker {index}: {error}" for index, error in wrong.items()),
-                version=self._version,
-                missing=wrong,
-                leaves=dict.fromkeys(leaf for error in wrong.values() for leaf in error.leaves),
-            )
-        return Proof(self._version, max(map(len, questions.values()), default=0), workers=tuple(sorted(transports)))
+                outcome.failed[index] = Failure.of(error)
+        leaves = max(map(len, questions.values()), default=0)
+        return judged(outcome, self._model_id, self._version, leaves)
 
     def _chosen_transports(self, workers: list[int]) -> dict[int, Any]:
         """What _iterate_transports() yields, by worker; a transport that no index has, by its position."""
