@@ -17,9 +17,9 @@ from ..memory.manifest import Key
 from .env_values import cast
 
 DiscreteActions = Literal["index", "value"]
-_WHOLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64} | {
-    getattr(torch, name) for name in ("uint16", "uint32", "uint64") if hasattr(torch, name)
-}
+_WHOLE = {
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64
+}  # fmt: skip
 
 
 def leaves(space: gymnasium.Space[Any], key: Key) -> dict[Key, torch.Tensor]:
