@@ -47,7 +47,7 @@ class Delivery:
 
     def one_copy_per_node(self, who: int, node: str | None) -> bool:
         """Should a worker on this node not fetch them, since they come to its node once for all who are there?"""
-        if self.ticket is None or self.ticket.size <= EACH or node == self.ticket.weight_server.maker.node:
+        if self.ticket is None or self.ticket.size <= EACH or node == self.ticket.weight_server.location.node:
             return False
         if node is None:  # not known yet
             return True
@@ -120,7 +120,7 @@ class DeliveryCarrier(Carrier):
 _servers: weakref.WeakValueDictionary[tuple[int, str, Location], WeightServer] = weakref.WeakValueDictionary()
 
 
-def _server_at(host: str, maker: Location) -> WeightServer:
+def _server_at(host: str, location: Location) -> WeightServer:
     """The one of this process for that address; all senders share it."""
-    key = os.getpid(), host, maker
-    return _servers.get(key) or _servers.setdefault(key, WeightServer(host, maker))
+    key = os.getpid(), host, location
+    return _servers.get(key) or _servers.setdefault(key, WeightServer(host, location))

@@ -25,6 +25,15 @@ class Location(NamedTuple):
     owner: int  # its owner word
 
 
+class Address(NamedTuple):
+    """Where a process listens for connections whose ends prove that they know the secret, and where it runs."""
+
+    host: str
+    port: int
+    secret: bytes
+    location: Location
+
+
 class Site(NamedTuple):
     """Where processes can share an arena: one node, and one user and process namespace on it."""
 

@@ -27,10 +27,10 @@ from ...memory.slab.memfd import MemfdAt, map_reusable
 from ...memory.torch_modes import run_plainly
 from ..link.proved import Dial
 from ..link.send_lock import SendLock, TryHold
-from .location import Site
+from .location import Address, Site
 from .packed_weights import unpack, views_will_do
 from .remote_requests import Unreached
-from .weight_server import ABSENT, ASK, DONE, LEASE, REPLY, TAKE, FetchTicket, WeightServerAddress
+from .weight_server import ABSENT, ASK, DONE, LEASE, REPLY, TAKE, FetchTicket
 
 _CONNECT = 2.0  # seconds: a server that does not answer by then cannot be reached
 _MAPPINGS = 4  # that a line keeps; a sender uses two buffers in turns
@@ -39,7 +39,7 @@ _MAPPINGS = 4  # that a line keeps; a sender uses two buffers in turns
 class _Connection:
     """A connection to one weight server. One thread at a time fetches over it."""
 
-    def __init__(self, at: WeightServerAddress, deadline: float) -> None:
+    def __init__(self, at: Address, deadline: float) -> None:
         self.lock = SendLock()
         self.ended = False
         self._leases: list[int] = []  # numbers of buffers that are read in place
@@ -68,7 +68,7 @@ class _Connection:
 
     def _map(self, ticket: FetchTicket) -> torch.UntypedStorage | None:
         """Where they lie; None for a worker that does not share memory with the sender."""
-        if Site.of(ticket.where()) != Site.of(ticket.weight_server.maker):
+        if Site.of(ticket.where()) != Site.of(ticket.weight_server.location):
             return None
         found = self._mapped.get(ticket.memory)
         if found is None:
@@ -84,7 +84,9 @@ class _Connection:
     def _ask(self, what: int, number: int, deadline: float) -> None:
         _wait_until(self._socket, deadline)
         self._socket.sendall(ASK.pack(what, number))
-        if REPLY.unpack(_exactly(self._socket, REPLY.size, deadline))[0] == ABSENT:
+        reply = bytearray(REPLY.size)
+        _read(self._socket, memoryview(reply), deadline)
+        if REPLY.unpack(reply)[0] == ABSENT:
             raise WriterDied(
                 "the sender has given these weights up before they were read; they come again with its next send"
             )
@@ -115,10 +117,10 @@ class _Connection:
             self._socket.close()
 
 
-def _connected(at: WeightServerAddress, deadline: float) -> socket.socket:
+def _connected(at: Address, deadline: float) -> socket.socket:
     """A connection whose other end knows the key. Raises Unreached."""
     try:
-        dial = Dial(at.host, at.port, at.key)
+        dial = Dial(at.host, at.port, at.secret)
         while (connection := dial.advance()) is None:
             if time.monotonic() >= deadline:
                 dial.close()
@@ -127,12 +129,6 @@ def _connected(at: WeightServerAddress, deadline: float) -> socket.socket:
     except OSError as error:
         raise Unreached(f"{at.host}:{at.port} cannot be reached: {error}") from error
     return connection
-
-
-def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
-    got = bytearray(count)
-    _read(connection, memoryview(got), deadline)
-    return bytes(got)
 
 
 def _read(connection: socket.socket, into: memoryview, deadline: float) -> None:
@@ -157,11 +153,11 @@ def _watched(address: int, size: int, kept: Any, done: Any) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-_lines: dict[WeightServerAddress, _Connection] = {}
+_lines: dict[Address, _Connection] = {}
 _lines_lock = threading.Lock()
 
 
-def _line_to(at: WeightServerAddress, deadline: float) -> _Connection:
+def _line_to(at: Address, deadline: float) -> _Connection:
     with _lines_lock:
         found = _lines.get(at)
         if found is not None and not found.ended:

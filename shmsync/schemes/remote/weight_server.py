@@ -31,7 +31,7 @@ from ...memory.slab.memfd import MemfdAt
 from ...memory.system.calls import poll
 from ..link.proved import PROOF, Listener, close_in_child
 from ..link.serial_executor import GRACE
-from .location import Location
+from .location import Address, Location
 from .packed_weights import Label, PackedWeights
 
 _CHUNK = 4 << 20  # bytes that one worker gets before the next one has its turn
@@ -42,24 +42,15 @@ ABSENT = -1  # the answer where they have been given up; else it is their number
 _log = logging.getLogger("shmsync")
 
 
-class WeightServerAddress(NamedTuple):
-    """The address of a sender's weight server. The network's own means carry the key, never a connection of ours."""
-
-    host: str
-    port: int
-    key: bytes
-    maker: Location  # whose weight server it is
-
-
 class FetchTicket(NamedTuple):
     """What a worker is sent in place of weights that it fetches itself: these, in a weight server.
 
-    where: gives the location of the calling process, in the same terms as the weight server's maker.
+    where: gives the location of the calling process, in the same terms as the weight server's.
     memory: where they lie, for a worker that shares memory with the sender.
     seconds: that the send had left when the ticket was made.
     """
 
-    weight_server: WeightServerAddress
+    weight_server: Address  # the network's own means carry its secret, never a connection of ours
     number: int
     label: Label
     size: int
@@ -73,12 +64,12 @@ class WeightServer:
 
     Args:
         host: the address to listen at.
-        maker: where this process runs.
+        location: where this process runs.
 
     Raises OSError when the system does not let it listen there.
     """
 
-    def __init__(self, host: str, maker: Location) -> None:
+    def __init__(self, host: str, location: Location) -> None:
         key = secrets.token_bytes(PROOF)
         listener = Listener(host, key)
         try:
@@ -89,7 +80,7 @@ class WeightServer:
         self.pid = os.getpid()
         self._packed: weakref.WeakValueDictionary[int, PackedWeights] = weakref.WeakValueDictionary()
         self._number = 0
-        self.at = WeightServerAddress(host, listener.port, key, maker)
+        self.at = Address(host, listener.port, key, location)
         for each in (wake, woken):
             close_in_child(each)  # else a child would keep the thread from ending
         service = _Service(listener, woken, self._packed)

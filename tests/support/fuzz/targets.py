@@ -30,9 +30,9 @@ from shmsync.memory.system.process import Peers
 from shmsync.schemes.link.connection import Channel
 from shmsync.schemes.link.messages import Tag, Tagged
 from shmsync.schemes.link.worker_end import WorkerEnd
-from shmsync.schemes.remote.distributed.rank_address import RankAddress, read_address, write_address
+from shmsync.schemes.remote.distributed.rank_address import read_address, write_address
 from shmsync.schemes.remote.distributed.rank_messages import RankAnswer, RankMessage, RelayEnd, wrong_with
-from shmsync.schemes.remote.location import here
+from shmsync.schemes.remote.location import Address, here
 from shmsync.schemes.remote.packed_weights import Label, Packer, unpack
 from support.faults.forged import FIELDS, identity, packed
 from support.fuzz.mutating import Mutator
@@ -286,7 +286,7 @@ class RankAddresses(Target):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self._store = HashStore()
-        write_address(self._store, 1, RankAddress("127.0.0.1", 5, bytes(32), here()))
+        write_address(self._store, 1, Address("127.0.0.1", 5, bytes(32), here()))
         self._seed = bytes(self._store.get("NODE_1_address"))
         self._messages = [
             RankMessage(1, "bytes", b"label", 0, 64, None, False),

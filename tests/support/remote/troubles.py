@@ -10,6 +10,7 @@ import threading
 from torch import nn
 
 from shmsync import WeightStrategy
+from shmsync.schemes.link.serial_executor import Task
 from shmsync.schemes.remote.distributed.distributed_scheme import DistributedCarrier, DistributedTransport
 from shmsync.schemes.remote.distributed.rank_inbox import Inbox
 from shmsync.schemes.remote.packed_weights import Announcement, Stamp
@@ -69,7 +70,7 @@ def interrupt_when_an_answer_is_heard(state):
 def interrupt_receipt(state, where):
     """One Ctrl-C in the next receive()."""
     owner, name, before = {
-        "while it waits": (Inbox, "_wait", True),
+        "while it waits": (Task, "done_by", True),
         "when it has it": (Inbox, "next", False),
         "while it applies": (WeightStrategy, "apply_weights", True),
         "before it answers": (Inbox, "answer", True),

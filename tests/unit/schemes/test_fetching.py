@@ -180,7 +180,7 @@ def test_who_does_not_know_the_key_gets_nothing(sender):
         except ConnectionResetError:
             pass
         assert heard == b""
-    with connect(ticket, ticket.weight_server.key) as friend:
+    with connect(ticket, ticket.weight_server.secret) as friend:
         friend.sendall(ASK.pack(TAKE, ticket.number))
         friend.settimeout(None)
         assert (
@@ -192,7 +192,7 @@ def test_a_client_that_reads_nothing_keeps_no_other_one(sender):
     sender.where = elsewhere
     delivery = sender.ship(1)
     ticket = sender.ticket(delivery)
-    with connect(ticket, ticket.weight_server.key) as stuck:
+    with connect(ticket, ticket.weight_server.secret) as stuck:
         for _ in range(64):  # 25 MB, which no socket holds
             stuck.sendall(ASK.pack(TAKE, ticket.number))
         assert values(fetch(ticket)) == {1.0}

@@ -16,11 +16,11 @@ from shmsync import ForkedHandle, ProtocolError
 from shmsync.engine.source.strategy import WeightStrategy
 from shmsync.schemes.link.proved import PROOF
 from shmsync.schemes.remote.distributed import rank_inbox
-from shmsync.schemes.remote.distributed.rank_address import RankAddress, thread_of, write_address
+from shmsync.schemes.remote.distributed.rank_address import thread_of, write_address
 from shmsync.schemes.remote.distributed.rank_inbox import Inbox
 from shmsync.schemes.remote.distributed.rank_messages import RankAnswer, RankMessage
 from shmsync.schemes.remote.distributed.rank_sender import RankEnd, wait_for
-from shmsync.schemes.remote.location import here
+from shmsync.schemes.remote.location import Address, here
 from shmsync.schemes.remote.packed_weights import Packer
 from shmsync.schemes.remote.remote_requests import Failed, Gone
 from support.calls import Call, forked_child
@@ -383,6 +383,6 @@ def test_what_no_worker_wrote_into_the_store_is_refused(ends, content):
 
 def test_a_loopback_address_of_another_machine_is_refused_and_not_dialled(ends):
     location = here()._replace(boot_id="0" * 32)
-    write_address(ends.store, 1, RankAddress("127.0.0.1", 9, bytes(PROOF), location))
+    write_address(ends.store, 1, Address("127.0.0.1", 9, bytes(PROOF), location))
     with pytest.raises(ProtocolError, match=r"127\.0\.0\.1 .*no other machine reaches"):
         finish(post(ends.sender()))

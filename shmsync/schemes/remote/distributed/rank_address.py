@@ -17,7 +17,7 @@ import reprlib
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -26,34 +26,25 @@ from ....errors import ProtocolError, WriterDied
 from ...link.proved import PROOF
 from ...link.serial_executor import SerialExecutor, Task
 from ...link.timed_queue import TimedQueue
-from ..location import Location, host_towards
+from ..location import Address, Location, host_towards
 
 _ABSENT = "(not set)"
 _FIRST, _LAST = 0.0005, 0.02  # seconds between two looks for a rank: short at first
 
 
-class RankAddress(NamedTuple):
-    """Where a rank listens, and where it runs."""
-
-    host: str
-    port: int
-    secret: bytes
-    location: Location
-
-
-def write_address(store: Any, rank: int, address: RankAddress) -> None:
+def write_address(store: Any, rank: int, address: Address) -> None:
     """In the worker: write where the rank can be reached."""
     store.set(_key(rank), json.dumps([address.host, address.port, address.secret.hex(), address.location]))
 
 
-def read_address(store: Any, rank: int) -> RankAddress | None:
+def read_address(store: Any, rank: int) -> Address | None:
     """Where a rank can be reached; None when no worker has written it. Raises ProtocolError for what none writes."""
     found = bytes(store.compare_set(_key(rank), _ABSENT, _ABSENT))
     if found == _ABSENT.encode():
         return None
     try:
         host, port, secret, location = json.loads(found)
-        address = RankAddress(str(ipaddress.ip_address(host)), port, bytes.fromhex(secret), Location(*location))
+        address = Address(str(ipaddress.ip_address(host)), port, bytes.fromhex(secret), Location(*location))
         kinds = [type(each) for each in (port, *address.location)]
         if kinds != [int, str, str, int, int, int] or len(address.secret) != PROOF:
             raise ValueError("of another form")

@@ -24,12 +24,12 @@ from ...link.door import Door, DoorKeeper
 from ...link.proved import PROOF
 from ...link.send_lock import SendLock, TryHold
 from ...link.serial_executor import GRACE, Task
-from ..location import here
+from ..location import Address, here
 from ..packed_weights import Announcement, Label, unpack
 from ..relay import RelayOptions, close_here, publish_here
 from ..weight_client import fetch
 from .group_transfers import receive
-from .rank_address import RankAddress, own_host, read_address, store_errors, write_address
+from .rank_address import own_host, read_address, store_errors, write_address
 from .rank_messages import FAILED, UNTAKEN, UPDATED, RankAnswer, RankMessage, RelayEnd, wrong_with
 
 _SLICE = 0.05  # seconds of a wait
@@ -96,16 +96,13 @@ class Inbox:
                 asked = self._asked = self._keeper.give(partial(self._take, deadline))
             else:
                 grace = 0.0  # it was late before
-            if not self._wait(asked, deadline + grace):
+            if not asked.done_by(deadline + grace):
                 return None  # the next call goes on with it
             self._asked = None
             asked.result()
             if self._received is None and time.monotonic() >= deadline:
                 return None
         return received
-
-    def _wait(self, asked: Task, until: float) -> bool:
-        return asked.done_by(until)
 
     def unpack(self, received: Received) -> Any:
         """Weights with their stamp, as views of a buffer that the next message overwrites, or an announcement."""
@@ -187,7 +184,7 @@ class Inbox:
             door = Door(host, secret)
             try:
                 with store_errors():
-                    write_address(self._store, self._rank, RankAddress(host, door.port, secret, here()))
+                    write_address(self._store, self._rank, Address(host, door.port, secret, here()))
                 with self._handing:
                     if self._closed:  # the keeper's thread ends now, and another one would never do so
                         raise ProtocolError(f"the end of rank {self._rank} was closed while it wrote its address")

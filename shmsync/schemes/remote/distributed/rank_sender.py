@@ -31,13 +31,13 @@ from ...link.connection import Channel
 from ...link.proved import Dial, connection_of
 from ...link.serial_executor import GRACE, Task
 from ..delivery import Delivery
-from ..location import Location, Site, here, is_loopback
+from ..location import Address, Location, Site, here, is_loopback
 from ..packed_weights import Announcement, PackedWeights
 from ..relay import RelayOptions
 from ..remote_requests import Call, Failed, Gone, Unreached
 from ..weight_server import FetchTicket
 from .group_transfers import SENDER, need_group
-from .rank_address import RankAddress, StoreThread, read_address, thread_of
+from .rank_address import StoreThread, read_address, thread_of
 from .rank_messages import UNTAKEN, UPDATED, Farewell, RankAnswer, RankMessage, RelayEnd, wrong_with
 
 _numbers = itertools.count(1)  # of messages
@@ -158,7 +158,7 @@ class RankEnd:
     def __init__(self, store: Any, rank: int) -> None:
         self.rank = rank
         self.expected = UPDATED  # the word that the worker should answer with
-        self.address: RankAddress | None = None
+        self.address: Address | None = None
         self.channel: Channel | None = None
         self.fall: Exception | None = None  # the last reason for which no answer could come
         self.words: deque[str] = deque(maxlen=_WORDS)
