@@ -132,6 +132,25 @@ def test_many_strangers_keep_nobody_out_for_long(listener, monkeypatch):
         each.close()
 
 
+def test_more_diallers_than_a_listener_takes_at_a_time_wait(listener):
+    dials = [dial(listener) for _ in range(proved._STRANGERS + 10)]
+    assert listener.admit() == []  # none has proved anything yet
+    admitted, connected = [], []
+
+    def all_in():
+        admitted.extend(listener.admit())
+        for each in list(dials):
+            if (connection := each.advance()) is not None:
+                connected.append(connection)
+                dials.remove(each)
+        return not dials
+
+    until(all_in)
+    assert len(admitted) == len(connected) == proved._STRANGERS + 10
+    for each in (*admitted, *connected):
+        each.close()
+
+
 def test_a_port_without_a_process_refuses():
     with socket.create_server((HOST, 0)) as closed:
         port = closed.getsockname()[1]
