@@ -43,15 +43,15 @@ class Delivery:
     packed_weights: PackedWeights
     ticket: FetchTicket | None
     start_by_network: Callable[[Callable[[Any], Call]], Call]
-    node_workers: dict[str, set[int]] = field(default_factory=dict)
+    node_workers: dict[str, weakref.WeakSet[Destination]] = field(default_factory=dict)
 
-    def one_copy_per_node(self, who: int, node: str | None) -> bool:
+    def one_copy_per_node(self, worker: Destination, node: str | None) -> bool:
         """Should a worker on this node not fetch them, since they come to its node once for all who are there?"""
         if self.ticket is None or self.ticket.size <= EACH or node == self.ticket.weight_server.location.node:
             return False
         if node is None:  # not known yet
             return True
-        self.node_workers.setdefault(node, set()).add(who)
+        self.node_workers.setdefault(node, weakref.WeakSet()).add(worker)
         return len(self.node_workers[node]) > 1
 
     def start(self, to: Destination, start: Callable[[Any], Call]) -> Call:
@@ -78,7 +78,7 @@ class DeliveryCarrier(Carrier):
         self._where = where
         self._server: WeightServer | None = None
         self._failed = False
-        self._node_workers: dict[str, set[int]] = {}
+        self._node_workers: dict[str, weakref.WeakSet[Destination]] = {}
 
     @override
     def payload(self, packed_weights: PackedWeights, deadline: float) -> Delivery:

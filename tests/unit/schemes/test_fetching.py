@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import os
@@ -17,11 +18,11 @@ from shmsync.errors import WriterDied
 from shmsync.schemes.link.proved import NONCE, PROOF, proof
 from shmsync.schemes.link.serial_executor import SerialExecutor
 from shmsync.schemes.remote import packed_weights
-from shmsync.schemes.remote.delivery import APART
+from shmsync.schemes.remote.delivery import APART, EACH
 from shmsync.schemes.remote.distributed.distributed_scheme import DistributedCarrier
 from shmsync.schemes.remote.location import Location, here
 from shmsync.schemes.remote.packed_weights import Packer, allow_views
-from shmsync.schemes.remote.remote_requests import Unreached
+from shmsync.schemes.remote.remote_requests import Destination, Unreached
 from shmsync.schemes.remote.weight_client import fetch, forget_ended, opened
 from shmsync.schemes.remote.weight_server import ASK, REPLY, TAKE
 from support.calls import forked_child
@@ -263,6 +264,17 @@ def test_a_forked_child_does_not_keep_the_weight_server_of_its_parent(sender):
     finally:
         os.close(told)
         os.waitpid(child, 0)
+
+
+def test_a_worker_that_has_left_its_node_counts_there_no_more(sender):
+    delivery = sender.ship(1)
+    delivery = dataclasses.replace(delivery, ticket=delivery.ticket._replace(size=EACH + 1))
+    first, second = Destination(), Destination()
+    assert not delivery.one_copy_per_node(first, "far")
+    assert delivery.one_copy_per_node(second, "far")
+    del first
+    gc.collect()
+    assert not delivery.one_copy_per_node(second, "far")
 
 
 def test_looking_for_ended_connections_waits_for_none_and_keeps_the_others(sender):

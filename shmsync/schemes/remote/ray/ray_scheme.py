@@ -62,7 +62,7 @@ class RayTransport(RemoteTransport):
 
     @override
     def fetches(self, delivery: Delivery) -> bool:
-        return not delivery.one_copy_per_node(id(self), self._node()) and super().fetches(delivery)
+        return not delivery.one_copy_per_node(self, self._node()) and super().fetches(delivery)
 
     def _node(self) -> str | None:
         """Of Ray, on which the actor runs, once that is known."""
