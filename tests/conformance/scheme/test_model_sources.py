@@ -72,6 +72,7 @@ def test_explicit_model_wins_over_the_context(make):
     assert rig.stamps() == [3, 3]
     rig.deliver("policy")  # its own id
     assert rig.stamps() == [3, 3]
+    assert b"Stamped" not in pickle.dumps(rig.sender)  # no model travels along
 
 
 def test_context_has_the_model_under_its_id_before_any_other(make):
@@ -105,21 +106,6 @@ def test_unrelated_attribute_that_is_named_is_refused_by_name(make, value):
 def test_what_a_context_looks_up_must_be_a_model_too(scheme, value):
     context = Lookup(models={"policy": UNRELATED[value]})
     assert scheme.prepare_weights(None, "policy", WeightStrategy(), context) is None
-
-
-def test_fallback_policy_is_an_attribute_of_whatever_context(scheme):
-    context = Lookup(models={}, _fallback_policy=Stamped(2))
-    into = Stamped(0)
-    WeightStrategy().apply_weights(into, scheme.prepare_weights(None, "policy", WeightStrategy(), context))
-    assert ask(into) == 2
-
-
-def test_pickled_sender_takes_no_model_along(make):
-    context = Context(model=Stamped(2))
-    rig = make(context=context)
-    rig.deliver()
-    assert rig.stamps() == [2, 2]
-    assert b"Stamped" not in pickle.dumps(rig.sender)
 
 
 # ---- the model of a worker

@@ -1,7 +1,5 @@
 """NoWeightSyncScheme: every call does nothing, and answers properly."""
 
-import pickle
-
 import pytest
 
 from shmsync.schemes import NoWeightSyncScheme, TransportBackend
@@ -52,12 +50,3 @@ def test_transport_answers():
     assert transport.receive_weights(timeout=0.01) is None
     assert transport.send_ack() is None and transport.check_ack("updated") is None
     assert transport.check_connection() is True
-
-
-def test_pickles_without_its_sender():
-    scheme = NoWeightSyncScheme("tensordict")
-    scheme.init_on_sender("policy")
-    copy = pickle.loads(pickle.dumps(scheme))
-    assert copy.strategy == "tensordict"
-    with pytest.raises(RuntimeError):
-        copy.get_sender()

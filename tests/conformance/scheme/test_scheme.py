@@ -144,8 +144,9 @@ def test_a_module_or_the_contexts_model_is_extracted(scheme, given, form):
 
 
 def test_none_falls_back_to_the_fallback_policy(scheme):
+    for context in (Context(_fallback_policy=Stamped(3)), Lookup(models={}, _fallback_policy=Stamped(3))):
+        assert number(scheme.prepare_weights(None, "policy", WeightStrategy(), context)) == 3
     context = Context(_fallback_policy=Stamped(3))
-    assert number(scheme.prepare_weights(None, "policy", WeightStrategy(), context)) == 3
     assert scheme.prepare_weights(None, "env.value_net", WeightStrategy(), context) is None
 
 

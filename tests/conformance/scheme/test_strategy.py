@@ -53,14 +53,6 @@ def test_applies_the_form_that_the_weights_have(form, destination, weights):
     assert numbers(into) == {4.0}
 
 
-@pytest.mark.parametrize("form", ["tensordict", "state_dict"])
-def test_what_is_extracted_can_be_applied(form):
-    net = Stamped(0)
-    strategy = WeightStrategy(form)
-    strategy.apply_weights(net, strategy.extract_weights(Stamped(5)))
-    assert ask(net) == 5
-
-
 def test_applying_none_changes_nothing():
     net = Stamped(1)
     WeightStrategy().apply_weights(net, None)
@@ -76,11 +68,6 @@ def test_applying_writes_in_place_and_ties_and_buffers_survive():
     assert net.count is count and count.tolist() == [2, 2, 2]
     assert sorted(dict(net.named_buffers())) == ["cache", "count"]
     assert net.cache.tolist() == [1, 1]  # a state_dict has no such buffer
-
-
-def test_unknown_form_is_a_value_error():
-    with pytest.raises(ValueError, match="'tensordict' or 'state_dict', not 'pickle'"):
-        WeightStrategy("pickle")
 
 
 @pytest.mark.parametrize("form", ["tensordict", "state_dict"])

@@ -88,26 +88,15 @@ def test_cached_weights_of_the_context_are_registered(fleet):
     assert fleet.stamps() == [5, 5, 5]
 
 
-def test_re_registering_is_a_runtime_error():
-    transport = SharedMemTransport()
+def test_registering_what_is_registered_is_a_runtime_error(fleet):
+    transport, sending = SharedMemTransport(), fleet.make()
     transport.register_weights("policy", shared(Stamped(1)))
-    with pytest.raises(RuntimeError, match="'policy' is registered already"):
-        transport.register_weights("policy", shared(Stamped(2)))
+    with SharedMemWeightSyncScheme({"policy": shared(Stamped(1))}) as given:
+        fleet.open("policy", scheme=sending).send(Stamped(1))
+        for register in (transport.register_weights, given.register_shared_weights, sending.register_shared_weights):
+            with pytest.raises(RuntimeError, match="'policy' is registered already"):
+                register("policy", shared(Stamped(2)))
     transport.close()
-
-
-def test_weights_given_as_policy_weights_are_registered():
-    scheme = SharedMemWeightSyncScheme({"policy": shared(Stamped(1))})
-    with pytest.raises(RuntimeError, match="'policy' is registered already"):
-        scheme.register_shared_weights("policy", shared(Stamped(2)))
-    scheme.shutdown()
-
-
-def test_registering_what_a_send_registered_is_a_runtime_error(fleet):
-    scheme = fleet.make()
-    fleet.open("policy", scheme=scheme).send(Stamped(1))
-    with pytest.raises(RuntimeError, match="'policy' is registered already"):
-        scheme.register_shared_weights("policy", shared(Stamped(2)))
 
 
 def test_registering_something_else_than_a_tensordict_is_a_value_error():

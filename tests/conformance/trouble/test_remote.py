@@ -11,24 +11,20 @@ fanned_out = only(*(entry for entry in SCHEMES if entry.name.endswith(("fan-out"
 
 
 @fanned_out
-def test_send_to_some_of_those_who_share_an_arena_is_a_value_error(fleet):
-    sender = fleet.open()
-    sender.send(Stamped(1))
-    with pytest.raises(ValueError, match="share one arena on node"):
-        sender.send(Stamped(2), 1)
-    assert fleet.stamps() == [1, 1, 1]
-    assert sender.send(Stamped(3)) == 2
-    assert fleet.stamps() == [3, 3, 3]
-
-
-@fanned_out
-def test_workers_with_fan_out_are_bound_to_one_memory(fleet):
+def test_workers_of_a_node_are_bound_to_one_memory_and_a_send_is_for_all_of_them(fleet):
     sender = fleet.open()
     sender.send(Stamped(1))
     assert fleet.stamps() == [1, 1, 1]
     permissions, inodes, _ = zip(*(worker.call(peers.mapping_of_weights) for worker in fleet.workers), strict=True)
     assert not any("w" in each for each in permissions)
     assert len(set(inodes)) == (2 if fleet.relayed else 1)
+    with pytest.raises(ValueError, match="share one arena on node"):
+        sender.send(Stamped(2), 1)
+    assert fleet.stamps() == [1, 1, 1]
+    for version, inode in enumerate(sorted(set(inodes)), 2):
+        node = [index for index in range(3) if inodes[index] == inode]
+        assert sender.send(Stamped(version), node) == version
+        assert fleet.stamps(workers=node) == [version] * len(node)
 
 
 @remotely

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import pickle
 import threading
 
 import pytest
@@ -142,17 +141,6 @@ def test_a_send_inside_prepare_weights_is_refused_at_once(kind):
             scheme.get_sender().send(Stamped(1), timeout=0.1)
         assert scheme.refused
         scheme.shutdown()
-
-
-def test_a_pickled_sender_has_locks_that_are_free():
-    ours, theirs = multiprocessing.Pipe()
-    with ours, theirs:
-        scheme = MultiProcessWeightSyncScheme()
-        scheme.init_on_sender("policy", pipes=[ours])
-        sender = scheme.get_sender()
-        copy = pickle.loads(pickle.dumps(sender))
-        assert copy.send_locks()[0] is not sender.send_locks()[0]
-        assert not copy.send_locks()[0].lock.locked()
 
 
 def test_a_waiting_thread_is_served_before_the_one_that_comes_again():

@@ -21,11 +21,8 @@ class World:
 
     between = None
 
-    def __init__(self, context, nodes):
-        self.nodes = nodes
+    def __init__(self, context):
         self.ranks = [Worker(context, self.between if rank else None) for rank in range(SIZE)]
-        for rank, node in enumerate(nodes, 1):
-            self.ranks[rank].call(remote_peers.name_node, node)
         self.connect()
 
     @property
@@ -72,18 +69,15 @@ class SocketWorld(World):
 
 
 class WorldCrew:
-    """Worlds of one kind, one for each way in which workers are spread over nodes."""
+    """A world of one kind, used by one test after the other: one takes seconds to start."""
 
     def __init__(self, kind):
         self._kind = kind
         self._context = fork_server()
         self._world = None
 
-    def take(self, nodes):
-        if self._world is not None and self._world.nodes != nodes:
-            self.close()
-        world = self._world or self._kind(self._context, nodes)
-        self._world = None
+    def take(self):
+        world, self._world = self._world or self._kind(self._context), None
         return world
 
     def give_back(self, world):
@@ -104,7 +98,9 @@ class WorldFleet(RemoteFleet):
     def __init__(self, entry, crew, nodes=()):
         super().__init__(entry, crew)
         self.relayed = any(nodes)
-        self.world = crew.take(nodes)
+        self.world = crew.take()
+        for rank, node in itertools.zip_longest(self.world.ranks[1:], nodes):
+            rank.call(remote_peers.name_node, node)
         self.ranks = list(range(1, 1 + WORKERS))
         self.workers = self.world.ranks[1 : 1 + WORKERS]
         for index in range(WORKERS):

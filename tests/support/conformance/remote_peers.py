@@ -116,6 +116,8 @@ def die(state):
 
 
 def name_node(state, node):
+    """What this process calls its node in a test; None: it is on the trainer's."""
+    os.environ.pop("SHMSYNC_NODE", None)
     if node is not None:
         os.environ["SHMSYNC_NODE"] = node
 
