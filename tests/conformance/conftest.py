@@ -1,5 +1,6 @@
 """Workers of every start method, and the schemes that the suite runs over."""
 
+import contextlib
 import multiprocessing
 
 import pytest
@@ -83,6 +84,13 @@ def make(kind):
     """Makes a rig of this kind."""
     with rigs(kind) as make:
         yield make
+
+
+@pytest.fixture
+def rig_of():
+    """rig_of(PipeRig, scheme class, options) -> a rig, which is closed at the end."""
+    with contextlib.ExitStack() as stack:
+        yield lambda rig, *args, **options: stack.enter_context(contextlib.closing(rig(*args, **options)))
 
 
 @pytest.fixture

@@ -82,31 +82,31 @@ def test_subclass_may_take_more(kind):
         kind().init_on_sender("policy", pipes=[Box()], colour="red", size=3)
 
 
-def test_receiver_knows_the_index_of_its_worker(scheme, ends):
+NO_INDICES = ["a", -1, True, 1.5]
+
+
+def test_worker_idx_that_is_no_index_is_refused(scheme, ends):
+    for index in NO_INDICES:
+        with pytest.raises(ValueError, match=f"worker is a whole number .*, not {index!r}"):
+            scheme.init_on_worker("policy", model=Stamped(), worker_idx=index, **ends.worker)
     scheme.init_on_worker("policy", model=Stamped(), worker_idx=3, **ends.worker)
     assert scheme.get_receiver().worker_idx == 3
 
 
-@pytest.mark.parametrize("index", ["a", -1, True, 1.5], ids=repr)
-def test_worker_idx_that_is_no_index_is_refused(scheme, ends, index):
-    with pytest.raises(ValueError, match=f"worker is a whole number .*, not {index!r}"):
-        scheme.init_on_worker("policy", model=Stamped(), worker_idx=index, **ends.worker)
-
-
-@pytest.mark.parametrize("index", ["a", -1, True, 1.5, None], ids=repr)
-def test_registering_a_worker_under_no_index_is_refused(scheme, ends, index):
+def test_registering_a_worker_under_no_index_is_refused(scheme, ends):
     scheme.init_on_sender("policy", **ends.sender)
     sender = scheme.get_sender()
-    with pytest.raises(ValueError, match=f"worker is a whole number .*, not {index!r}"):
-        sender.register_worker(index, ends.transport)
+    for index in (*NO_INDICES, None):
+        with pytest.raises(ValueError, match=f"worker is a whole number .*, not {index!r}"):
+            sender.register_worker(index, ends.transport)
     assert sender.worker_ids == [0]
 
 
-@pytest.mark.parametrize("index", ["a", -1, True, 1.5], ids=repr)
-def test_transport_refuses_a_pipe_under_no_index(index):
+def test_transport_refuses_a_pipe_under_no_index():
     transport = SharedMemTransport()
-    with pytest.raises(ValueError, match=f"worker is a whole number .*, not {index!r}"):
-        transport.register_pipe(None, index)
+    for index in NO_INDICES:
+        with pytest.raises(ValueError, match=f"worker is a whole number .*, not {index!r}"):
+            transport.register_pipe(None, index)
     transport.close()
 
 
@@ -132,6 +132,8 @@ def test_process_that_nobody_would_look_at_is_refused():
 
 def test_with_ends_the_scheme(any_entry, ends):
     with any_entry.make() as scheme:
+        with scheme as same:  # it may be nested
+            assert same is scheme
         scheme.init_on_sender("policy", **ends.sender)
         sender = scheme.get_sender()
         assert sender.worker_ids == [0]
@@ -155,15 +157,6 @@ def test_receiver_of_a_scheme_that_is_over_says_so(scheme, ends):
     scheme.shutdown()
     with pytest.raises(ClosedError, match="was shut down"):
         receiver.receive(timeout=0)
-
-
-def test_with_may_be_nested(any_entry, ends):
-    with any_entry.make() as scheme:
-        with scheme as same:
-            assert same is scheme
-        scheme.init_on_sender("policy", **ends.sender)
-    with pytest.raises(ClosedError):
-        scheme.get_sender()
 
 
 def test_error_inside_with_ends_the_scheme_and_is_the_one_that_is_raised(any_entry):

@@ -38,15 +38,14 @@ def test_weights_are_always_written_in_place(kind):
                 applying.apply_weights(*given, inplace=False)
 
 
-def test_nothing_is_applied_behind_the_workers_back():
-    rig = PipeRig(MultiProcessWeightSyncScheme)
+def test_nothing_is_applied_behind_the_workers_back(rig_of):
+    rig = rig_of(PipeRig, MultiProcessWeightSyncScheme)
     rig.sender.send_async(Stamped(1))
     with pytest.raises(TimeoutError):
         rig.sender.wait_async(timeout=0.2)
     assert rig.stamps() == [0, 0]
     rig.receive()
     assert rig.stamps() == [1, 1]
-    rig.close()
 
 
 def test_adapters_are_not_merged():
@@ -58,15 +57,14 @@ def test_adapters_are_not_merged():
     assert WeightStrategy("state_dict").extract_weights(net).keys() == {"weight", "bias"}
 
 
-def test_receiver_refuses_weights_of_another_model():
-    rig = BoxRig(BoxScheme)
+def test_receiver_refuses_weights_of_another_model(rig_of):
+    rig = rig_of(BoxRig, BoxScheme)
     rig.pipes[0].letters.append(("env.value_net", Stamped(1).state_dict()))
     with pytest.raises(ValueError, match=r"weights of 'env\.value_net' came to the receiver of 'policy'"):
         rig.receivers[0].receive()
     with pytest.raises(ValueError, match=r"'env\.value_net'"):
         rig.receivers[0].apply_weights(("env.value_net", Stamped(1).state_dict()))
     assert ask(rig.nets[0]) == 0
-    rig.close()
 
 
 @pytest.mark.parametrize("kind", ["own", "mp", "shm"])
@@ -79,12 +77,11 @@ def test_registering_an_index_again_replaces_the_worker(kind):
         assert {id(getattr(each, "pipe", each)) for each in rig.sender._iterate_transports()} == {id(first)}
 
 
-def test_receiver_of_calls_has_no_transport():
-    rig = CallRig(CallScheme)
+def test_receiver_of_calls_has_no_transport(rig_of):
+    rig = rig_of(CallRig, CallScheme)
     assert [receiver.transport for receiver in rig.receivers] == [None, None]
     rig.deliver(Stamped(2))
     assert rig.stamps() == [2, 2]
-    rig.close()
 
 
 def test_pipe_is_what_a_transport_is_made_of():

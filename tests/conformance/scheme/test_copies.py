@@ -16,10 +16,8 @@ COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda each: p
 
 
 @pytest.fixture(params=KINDS)
-def rig(request):
-    made = PipeRig(request.param)
-    yield made
-    made.close()
+def rig(request, rig_of):
+    return rig_of(PipeRig, request.param)
 
 
 @pytest.mark.parametrize("way", COPIES)
@@ -37,9 +35,9 @@ def test_copy_of_a_sender_says_that_it_has_no_workers(rig, way, sent):
 
 
 @pytest.mark.parametrize("way", COPIES)
-def test_copy_of_a_sender_sends_to_workers_of_its_own(rig, way):
+def test_copy_of_a_sender_sends_to_workers_of_its_own(rig, way, rig_of):
     rig.deliver(Stamped(1))
-    made, other = COPIES[way](rig.sender), PipeRig(type(rig.scheme))
+    made, other = COPIES[way](rig.sender), rig_of(PipeRig, type(rig.scheme))
     for index, pipe in enumerate(other.pipes[::2]):
         made.register_worker(index, pipe)
     other.receive_until(Call(made.send, Stamped(2), timeout=60))
@@ -48,7 +46,6 @@ def test_copy_of_a_sender_sends_to_workers_of_its_own(rig, way):
     assert (rig.stamps(), other.stamps()) == ([3, 3], [2, 2])
     assert rig.sender.worker_ids == [0, 1]
     made._scheme.shutdown()
-    other.close()
 
 
 @pytest.mark.parametrize("way", COPIES)

@@ -28,18 +28,14 @@ def test_strategy_of_an_unknown_name_is_a_value_error(scheme):
         type(scheme)(strategy="pickle")
 
 
-def test_init_on_one_side_is_not_init_on_the_other(scheme, ends):
-    scheme.init_on_sender("policy", **ends.sender)
-    assert isinstance(scheme.get_sender(), WeightSender)
-    with pytest.raises(RuntimeError):
-        scheme.get_receiver()
-
-
-def test_init_on_worker_gives_a_receiver(scheme, ends):
-    scheme.init_on_worker("policy", model=Stamped(), **ends.worker)
-    assert isinstance(scheme.get_receiver(), WeightReceiver)
-    with pytest.raises(RuntimeError):
-        scheme.get_sender()
+def test_init_on_one_side_is_not_init_on_the_other(any_entry, ends):
+    with any_entry.make() as sending, any_entry.make() as receiving:
+        sending.init_on_sender("policy", **ends.sender)
+        receiving.init_on_worker("policy", model=Stamped(), **ends.worker)
+        assert isinstance(sending.get_sender(), WeightSender) and isinstance(receiving.get_receiver(), WeightReceiver)
+        for missing in (sending.get_receiver, receiving.get_sender):
+            with pytest.raises(RuntimeError):
+                missing()
 
 
 def test_create_sender_and_create_receiver_know_nobody_yet(scheme):

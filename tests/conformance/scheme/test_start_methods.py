@@ -5,12 +5,10 @@ import os
 import time
 
 import pytest
-from tensordict import TensorDict
 
 from shmsync.errors import WorkerDied
-from support.choice import first
 from support.conformance import programs
-from support.conformance.nets import Stamped, stamp
+from support.conformance.nets import Stamped, shared
 from support.conformance.table import MP, SHM
 
 
@@ -52,12 +50,17 @@ class Trainer:
 @pytest.mark.parametrize("method", ["forkserver", "fork", "spawn"])
 @pytest.mark.parametrize("entry", [MP, SHM], ids=lambda entry: entry.name)
 def test_pipes_and_scheme_go_into_process_arguments_and_a_death_is_seen(method, entry):
-    scheme = entry.make()
+    plain = {"policy_weights": {"policy": shared(Stamped(0))}} if entry is SHM else {}  # which workers hold too
+    scheme = entry.make(**plain)
     with Trainer(method, scheme) as trainer:
         scheme.init_on_sender("policy", pipes=trainer.pipes)  # no Process objects: who answers is known from then on
         sender = scheme.get_sender()
-        assert sender.send(Stamped(1), timeout=60) == 1
+        first = sender.send(Stamped(1), timeout=60)
+        assert first == 1 + len(plain)  # what was registered is a version too
         assert trainer.told() == [(0, 1), (1, 1)]
+        if plain:
+            trainer.pipes[0].send("what lies in the plain one?")
+            assert trainer.told(1) == [(0, 1.0)]
         trainer.procs[1].kill()
         since = time.monotonic()
         with pytest.raises(WorkerDied, match="worker 1") as died:
@@ -65,22 +68,9 @@ def test_pipes_and_scheme_go_into_process_arguments_and_a_death_is_seen(method, 
         assert time.monotonic() - since < 6
         assert died.value.missing == [1]
         assert trainer.told(1) == [(0, 2)]
-        assert sender.send(Stamped(3), timeout=60) == 3
+        assert sender.send(Stamped(3), timeout=60) == first + 2
         assert trainer.told(1) == [(0, 3)]
     assert [process.exitcode for process in trainer.procs] == [0, -9]
-    scheme.shutdown()
-
-
-@pytest.mark.parametrize("method", first(["forkserver", "fork", "spawn"], 2))
-def test_plain_shared_tensordict_is_seen_by_workers_that_hold_it(method):
-    plain = TensorDict.from_module(Stamped(0)).data.clone().share_memory_()
-    scheme = SHM.make(policy_weights={"policy": plain})
-    with Trainer(method, scheme) as trainer:
-        scheme.init_on_sender("policy", pipes=trainer.pipes, procs=trainer.procs)
-        scheme.get_sender().send(stamp(Stamped(), 1), timeout=60)
-        assert trainer.told() == [(0, 1), (1, 1)]
-        trainer.pipes[0].send("what lies in the plain one?")
-        assert trainer.told(1) == [(0, 1.0)]
     scheme.shutdown()
 
 

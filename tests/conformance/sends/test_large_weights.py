@@ -30,10 +30,8 @@ def earlier_weights_are_gone():
 
 
 @pytest.fixture(params=["state_dict", "tensordict"])
-def rig(request):
-    made = PipeRig(MultiProcessWeightSyncScheme, strategy=request.param, nets=[large(0), large(0)])
-    yield made
-    made.close()
+def rig(request, rig_of):
+    return rig_of(PipeRig, MultiProcessWeightSyncScheme, strategy=request.param, nets=[large(0), large(0)])
 
 
 def deliver(rig, weights):
@@ -141,14 +139,13 @@ def test_weights_that_are_gone_are_refused_by_name(rig):
     assert rig.stamps() == [4, 4]
 
 
-def test_partial_and_several_models(rig):
-    made = PipeRig(MultiProcessWeightSyncScheme, partial=True, nets=[large(0), large(0)])
+def test_partial_and_several_models(rig, rig_of):
+    made = rig_of(PipeRig, MultiProcessWeightSyncScheme, partial=True, nets=[large(0), large(0)])
     deliver(made, large(1))
     for value in (2, 3):
         deliver(made, {"layer.weight": torch.full((2, WIDE), float(value))})
         assert [float(net.layer.weight.max()) for net in made.nets] == [value] * 2
         assert [float(net.layer.bias.max()) for net in made.nets] == [1, 1]
-    made.close()
 
 
 # ---- with real workers

@@ -160,8 +160,8 @@ def test_new_worker_gets_whole_weights_with_its_first_send(alone):
 
 
 @pytest.mark.parametrize("kind", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
-def test_resend_brings_a_late_joiner_whole_weights(kind):
-    rig = PipeRig(kind, partial=True)
+def test_resend_brings_a_late_joiner_whole_weights(kind, rig_of):
+    rig = rig_of(PipeRig, kind, partial=True)
     rig.deliver(Stamped(1))
     rig.deliver(leaf(2))
     late = rig.join(Stamped(0))
@@ -170,12 +170,11 @@ def test_resend_brings_a_late_joiner_whole_weights(kind):
     rig.deliver(leaf(3, "count"))
     for net in (*rig.nets, late):
         assert held(net) == {"layer.weight": 1, "layer.bias": 2, "count": 3}
-    rig.close()
 
 
 @pytest.mark.parametrize("kind", ["mp", "shm", "call"])
-def test_late_worker_loses_no_leaf(kind):
-    rig = KINDS[kind][0](KINDS[kind][1], partial=True)
+def test_late_worker_loses_no_leaf(kind, rig_of):
+    rig = rig_of(KINDS[kind][0], KINDS[kind][1], partial=True)
     rig.deliver(Stamped(1))
     if kind == "call":
         rig.pipes[1].silent = True
@@ -189,24 +188,10 @@ def test_late_worker_loses_no_leaf(kind):
     rig.deliver(leaf(4, "layer.weight"))
     for net in rig.nets:
         assert held(net) == {"layer.weight": 4, "layer.bias": 2, "count": 3}
-    rig.close()
 
 
-def test_weights_that_every_worker_refuses_are_forgotten():
-    rig = PipeRig(MultiProcessWeightSyncScheme, partial=True)
-    rig.deliver(Stamped(1))
-    with pytest.raises(ManifestMismatch):
-        rig.deliver({"other": torch.zeros(2)})
-    rig.deliver(leaf(2))
-    rig.sender.send_async(leaf(3, "count"))
-    rig.receive()
-    rig.sender.wait_async(timeout=60)
-    assert is_one(rig, layer__weight=1, layer__bias=2, count=3)
-    rig.close()
-
-
-def test_leaves_that_are_one_tensor_stay_so_for_whoever_joins_late():
-    rig = PipeRig(MultiProcessWeightSyncScheme, partial=True, nets=[Tied(0), Stamped(0)])
+def test_leaves_that_are_one_tensor_stay_so_for_whoever_joins_late(rig_of):
+    rig = rig_of(PipeRig, MultiProcessWeightSyncScheme, partial=True, nets=[Tied(0), Stamped(0)])
     rig.deliver(Tied(1), [0])
     rig.deliver({"tied.weight": torch.full((2, 2), 2.0)}, [0])
     rig.deliver({"layer.weight": torch.full((2, 2), 3.0)}, [0])
@@ -215,11 +200,10 @@ def test_leaves_that_are_one_tensor_stay_so_for_whoever_joins_late():
     rig.deliver({"tied.bias": torch.full((2,), 4.0)}, [0, 2])
     expected = {"layer.weight": 3, "tied.weight": 3, "layer.bias": 1, "tied.bias": 4, "count": 1}
     assert held(late) == held(rig.nets[0]) == expected
-    rig.close()
 
 
-def test_who_refuses_a_resend_changes_nothing_for_others():
-    rig = PipeRig(MultiProcessWeightSyncScheme, partial=True)
+def test_who_refuses_a_resend_changes_nothing_for_others(rig_of):
+    rig = rig_of(PipeRig, MultiProcessWeightSyncScheme, partial=True)
     rig.deliver(Stamped(1))
     rig.deliver(leaf(2))
     misfit = rig.join(Stamped(0, width=7))
@@ -231,11 +215,10 @@ def test_who_refuses_a_resend_changes_nothing_for_others():
     with pytest.raises(ManifestMismatch):  # it still lacks the rest, and refuses again
         rig.deliver(leaf(3, "count"))
     assert held(misfit) == {"layer.weight": 0, "layer.bias": 0, "count": 0}
-    rig.close()
 
 
-def test_parts_of_two_senders_never_take_each_others_place():
-    rig = PipeRig(MultiProcessWeightSyncScheme, partial=True)
+def test_parts_of_two_senders_never_take_each_others_place(rig_of):
+    rig = rig_of(PipeRig, MultiProcessWeightSyncScheme, partial=True)
     other = MultiProcessWeightSyncScheme(partial=True)
     other.init_on_sender("policy", **rig.addresses())
     rig.deliver({**Stamped(1).state_dict()})
@@ -247,11 +230,10 @@ def test_parts_of_two_senders_never_take_each_others_place():
     rig.sender.wait_async(timeout=60)
     assert is_one(rig, layer__weight=1, layer__bias=2, count=3)
     other.shutdown()
-    rig.close()
 
 
-def test_new_relay_gets_whole_weights():
-    rig = CallRig(CallScheme, partial=True, fan_out="node")
+def test_new_relay_gets_whole_weights(rig_of):
+    rig = rig_of(CallRig, CallScheme, partial=True, fan_out="node")
     for address in rig.pipes:
         address.node = "far"
     rig.deliver(Stamped(1))
@@ -264,15 +246,14 @@ def test_new_relay_gets_whole_weights():
     rig.deliver(leaf(3, "count"))
     for net in (*rig.nets, other):
         assert held(net) == {"layer.weight": 1, "layer.bias": 2, "count": 3}
-    rig.close()
 
 
 # ---- together, and aliased
 
 
 @pytest.mark.parametrize("kind", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
-def test_parts_of_several_models_are_sent_together(kind):
-    first = PipeRig(kind, partial=True)
+def test_parts_of_several_models_are_sent_together(kind, rig_of):
+    first = rig_of(PipeRig, kind, partial=True)
     one, other = first.receivers
     value, nets = first.add_model("value")
     with meanwhile(partial(one.receive, timeout=0.01)), meanwhile(partial(other.receive, timeout=0.01)):
@@ -281,15 +262,13 @@ def test_parts_of_several_models_are_sent_together(kind):
         send_together(dict(zip(models, (leaf(3), leaf(4, "count")), strict=True)), timeout=60)
     assert is_one(first, layer__weight=1, layer__bias=3, count=1)
     assert [held(net) for net in nets] == [{"layer.weight": 2, "layer.bias": 2, "count": 4}] * 2
-    first.close()
 
 
-def test_part_of_an_aliased_module():
-    rig, net = PipeRig(SharedMemWeightSyncScheme, partial=True, alias=True), Stamped(1)
+def test_part_of_an_aliased_module(rig_of):
+    rig, net = rig_of(PipeRig, SharedMemWeightSyncScheme, partial=True, alias=True), Stamped(1)
     rig.deliver(net)
     rig.deliver(leaf(2))
     assert is_one(rig, layer__weight=1, layer__bias=2, count=1)
-    rig.close()
 
 
 # ---- options
@@ -310,19 +289,6 @@ def test_every_scheme_takes_the_options(kind):
 
 
 # ---- with real workers, of every scheme
-
-
-@pytest.mark.full  # the tests above take each step of it without processes
-@in_processes
-def test_part_of_the_weights_reaches_real_workers(fleet):
-    sender = fleet.open(partial=True)
-    assert sender.send(Stamped(1)) == 1
-    assert sender.send(leaf(3, "count")) == 2
-    assert fleet.get([(1, 3)] * 3, range(3))
-    with pytest.raises(ManifestMismatch, match=r"layer\.extra"):
-        sender.send({"layer.extra": torch.zeros(2)})
-    sender.send(Stamped(4))
-    assert fleet.get([4] * 3, range(3))
 
 
 @over_pipes

@@ -147,16 +147,6 @@ def test_bytes_that_are_no_pickle_are_kept_for_the_workers_loop(fleet):
 
 
 @over_pipes
-def test_message_of_a_worker_that_is_no_answer_is_kept_for_the_trainer(fleet):
-    sender = fleet.open()
-    fleet.hold(0)
-    fleet.workers[0].call(peers.raw_send, {"frames": 10})
-    fleet.release(0)
-    assert sender.send(Stamped(1)) == 1
-    assert fleet.pending(0) == [{"frames": 10}]
-
-
-@over_pipes
 def test_receive_raises_when_the_trainer_is_gone(fleet):
     fleet.open().send(Stamped(1))
     fleet.hold(0)

@@ -30,19 +30,25 @@ def entry(request):
     return request.param
 
 
+def meet_with_one_stopped(fleet, policy, value, match=None):
+    """Send both, and again while worker 1 is stopped in the meeting, which it gives up; what was sent."""
+    nets = Stamped(0, 4), Stamped(0, 100_000)  # the second does not fit into the pipe
+    send_together({policy: stamp(nets[0], 1), value: stamp(nets[1], 1)}, timeout=60)
+    fleet.workers[1].call(peers.stop_when_prepared)
+    with naming(AckTimeout, [1], match=match):
+        send_together({policy: stamp(nets[0], 2), value: stamp(nets[1], 2)}, timeout=1.0)
+    os.kill(fleet.workers[1].pid, signal.SIGCONT)
+    time.sleep(0.8)  # the worker's patience is half a second
+    return nets
+
+
 @only(MP)
 @in_processes
 def test_a_worker_that_gets_one_model_and_then_nothing_for_a_while_keeps_both(fleet):
     """The first model fits into the pipe, the second does not; the trainer writes on only at its next call."""
     policy = fleet.open("policy", Stamped, 0, 4)
     value = fleet.open("env.value_net", Stamped, 0, 100_000)
-    nets = Stamped(0, 4), Stamped(0, 100_000)
-    send_together({policy: stamp(nets[0], 1), value: stamp(nets[1], 1)}, timeout=60)
-    fleet.workers[1].call(peers.stop_when_prepared)
-    with naming(AckTimeout, [1]):
-        send_together({policy: stamp(nets[0], 2), value: stamp(nets[1], 2)}, timeout=1.0)
-    os.kill(fleet.workers[1].pid, signal.SIGCONT)
-    time.sleep(0.8)  # the worker's patience is half a second
+    nets = meet_with_one_stopped(fleet, policy, value)
     assert (fleet.stamps("policy"), fleet.stamps("env.value_net")) == ([2, 1, 2], [2, 1, 2])
     channel = Channel.of(fleet.pipes[1])
     until(lambda: value.pending(1) or not channel.unsent)  # each call writes on, until the worker has the rest
@@ -59,17 +65,8 @@ def test_a_worker_that_gets_one_model_and_then_nothing_for_a_while_keeps_both(fl
 def test_shared_memory_is_written_when_what_goes_through_the_pipe_has_arrived(fleet):
     """What lies in an arena is in use at once, so a worker that lacks the other model would use the two apart."""
     policy, value = fleet.open("policy", scheme=SHM.make()), fleet.open("env.value_net", Stamped, 0, 100_000)
-    nets = Stamped(0), Stamped(0, 100_000)
-    send_together({policy: stamp(nets[0], 1), value: stamp(nets[1], 1)}, timeout=60)
-    fleet.workers[1].call(peers.stop_when_prepared)
-    with naming(
-        AckTimeout,
-        [1],
-        match=r"worker 1 \(pid \d+\) did not take all of 'env.value_net' from the pipe in time; stopped: worker 1",
-    ):
-        send_together({policy: stamp(nets[0], 2), value: stamp(nets[1], 2)}, timeout=1.0)
-    os.kill(fleet.workers[1].pid, signal.SIGCONT)
-    time.sleep(0.8)  # the worker's patience is half a second
+    late = r"worker 1 \(pid \d+\) did not take all of 'env.value_net' from the pipe in time; stopped: worker 1"
+    nets = meet_with_one_stopped(fleet, policy, value, late)
     assert (fleet.stamps("policy"), fleet.stamps("env.value_net")) == ([1] * 3, [1] * 3)
     send_together({policy: stamp(nets[0], 3), value: stamp(nets[1], 3)}, timeout=60)
     assert (fleet.stamps("policy"), fleet.stamps("env.value_net")) == ([3] * 3, [3] * 3)

@@ -32,11 +32,10 @@ MESSAGES = {
 
 
 @pytest.fixture(params=KINDS)
-def rig(request):
-    made = PipeRig(request.param)
+def rig(request, rig_of):
+    made = rig_of(PipeRig, request.param)
     made.deliver(Stamped(1))
-    yield made
-    made.close()
+    return made
 
 
 @pytest.mark.parametrize("answer", ANSWERS)

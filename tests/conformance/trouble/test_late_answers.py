@@ -25,23 +25,9 @@ from support.conformance.rigs import PipeRig
 SCHEMES = [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme]
 
 
-@pytest.fixture
-def connect():
-    """connect(scheme class, options) -> a PipeRig, which is closed at the end."""
-    made = []
-
-    def connect(make, **options):
-        made.append(PipeRig(make, **options))
-        return made[-1]
-
-    yield connect
-    for rig in made:
-        rig.close()
-
-
 @pytest.mark.parametrize("make", SCHEMES)
-def test_a_late_answer_never_counts_for_another_sender_of_the_same_pipe(connect, make):
-    rig, other = connect(make), make()
+def test_a_late_answer_never_counts_for_another_sender_of_the_same_pipe(rig_of, make):
+    rig, other = rig_of(PipeRig, make), make()
     rig.sender.send_async(Stamped(1))
     with pytest.raises(shmsync.AckTimeout):
         rig.sender.wait_async(timeout=0.05)
@@ -78,8 +64,8 @@ def test_a_late_answer_never_counts_for_another_transport_of_the_same_pipe(make,
 
 
 @pytest.mark.parametrize("make", SCHEMES)
-def test_a_worker_that_was_kept_out_of_a_meeting_comes_back(connect, make, monkeypatch):
-    rig = connect(make, nets=[Stamped(0)])
+def test_a_worker_that_was_kept_out_of_a_meeting_comes_back(rig_of, make, monkeypatch):
+    rig = rig_of(PipeRig, make, nets=[Stamped(0)])
     value, (net,) = rig.add_model("value")
 
     def meet(number):
@@ -128,8 +114,8 @@ def test_a_worker_that_lost_its_place_in_the_queue_is_answered_by_hand():
         assert seen == [0, 3, 4]  # each answer counted for the message that it answered
 
 
-def test_resend_brings_a_group_to_its_own_newest_version(connect):
-    rig = connect(SharedMemWeightSyncScheme, groups=[[0], [1]])
+def test_resend_brings_a_group_to_its_own_newest_version(rig_of):
+    rig = rig_of(PipeRig, SharedMemWeightSyncScheme, groups=[[0], [1]])
     assert rig.deliver(Stamped(1), 0) == 1
     with pytest.raises(ValueError, match="group of worker 1"):
         rig.sender.resend(1)
@@ -139,8 +125,8 @@ def test_resend_brings_a_group_to_its_own_newest_version(connect):
     assert rig.stamps() == [2, 3]
 
 
-def test_an_answer_larger_than_the_pipe_arrives_in_pieces(connect):
-    rig = connect(MultiProcessWeightSyncScheme)
+def test_an_answer_larger_than_the_pipe_arrives_in_pieces(rig_of):
+    rig = rig_of(PipeRig, MultiProcessWeightSyncScheme)
     with pytest.raises(shmsync.ManifestMismatch, match="missing"):
         rig.receive_until(Call(rig.sender.send, {"k" * 40 + str(i): torch.zeros(1) for i in range(20_000)}, timeout=60))
     assert rig.deliver(WeightStrategy().extract_weights(Stamped(1))) == 2

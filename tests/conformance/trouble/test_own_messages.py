@@ -21,7 +21,8 @@ from support.conformance.nets import Stamped
 from support.conformance.rigs import PipeRig
 from support.conformance.table import in_processes, over_pipes
 
-OWN = [(None, "ready"), ("frames", "done"), ("frames", "updated"), (("policy", 2), "registered"), (None, "prepared")]
+PREPARED = (None, "prepared")  # without a tag a hand-written loop may give it, until the worker has shown its own
+OWN = [(None, "ready"), ("frames", "done"), ("frames", "updated"), (("policy", 2), "registered"), PREPARED, {"n": 10}]
 
 
 @in_processes
@@ -29,9 +30,7 @@ OWN = [(None, "ready"), ("frames", "done"), ("frames", "updated"), (("policy", 2
 @pytest.mark.parametrize("own", OWN, ids=str)
 def test_a_message_of_the_workers_own_is_no_answer_at_any_moment_of_a_send(fleet, own):
     sender = fleet.open(timeout=60.0)
-    if (
-        own[1] == "prepared"
-    ):  # without a tag it is one that a hand-written loop may give, until the worker has shown its own
+    if own == PREPARED:
         sender.send(Stamped(9))
     fleet.hold(1)
     for value in (1, 2, 3):
@@ -84,8 +83,8 @@ def test_a_header_that_no_message_has_is_an_error_that_names_the_worker(pipe, ma
 
 
 @pytest.mark.parametrize("make", SCHEMES)
-def test_the_others_go_on_when_one_sends_garbage(make):
-    rig = PipeRig(make)
+def test_the_others_go_on_when_one_sends_garbage(make, rig_of):
+    rig = rig_of(PipeRig, make)
     os.write(rig.pipes[1].fileno(), HEADERS["negative"])  # worker 0
     with pytest.raises(shmsync.ProtocolError, match="worker 0"):
         rig.receive_until(Call(rig.sender.send, Stamped(4), timeout=60), [1])
@@ -98,7 +97,6 @@ def test_the_others_go_on_when_one_sends_garbage(make):
     rig.receivers[0] = joined.get_receiver()
     rig.receive_until(Call(rig.sender.send, Stamped(5), timeout=60))
     assert rig.stamps() == [5, 5]
-    rig.close()
 
 
 @pytest.mark.parametrize("make", SCHEMES)
