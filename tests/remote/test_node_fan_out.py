@@ -58,29 +58,20 @@ def test_one_copy_goes_to_each_node(on_nodes, kind):
         assert all(nbytes >= 4 * 501 * 4 for _, nbytes in sent)
 
 
-def test_on_the_trainers_own_node_there_is_no_relay(on_nodes, kind):
-    group = on_nodes(["a", "a"], home="a")
+def test_a_trainer_that_shares_a_node_sends_one_copy_to_the_other(on_nodes, kind):
+    group = on_nodes(["a", "b", "b"], home="a")
     if kind == "distributed":
         group.trainer.call(parts.count_isends)
-    group.send(1)
-    group.send(2)
-    assert group.look() == [(2, 2), (2, 2)]
-    (inode,) = {inode for _, inode, _ in mappings(group, 0, 1)}
-    assert members.can_write(group.trainer.pid, inode)  # it is the trainer's own
-    assert not any(members.can_write(worker.pid, inode) for worker in group.workers)
-    if kind == "rpc":
-        assert group.workers[0].call(members.attribute, "came") == ["Announcement"] * 2
-    else:
-        assert group.trainer.call(parts.isends) == []
-
-
-def test_a_trainer_that_shares_a_node_sends_one_copy_to_the_other(on_nodes):
-    group = on_nodes(["a", "b", "b"], home="a")
     group.send(4)
     assert group.look() == [(4, 1)] * 3
+    if kind == "rpc":
+        assert group.workers[0].call(members.attribute, "came") == ["Announcement"]  # no relay on the trainer's node
+    else:
+        assert {rank for rank, _ in group.trainer.call(parts.isends)} == {2}
     inodes = [inode for _, inode, _ in mappings(group, 0, 1, 2)]
     assert members.can_write(group.trainer.pid, inodes[0])
     assert inodes[1] == inodes[2] != inodes[0]
+    assert not members.can_write(group.workers[0].pid, inodes[0])
     assert members.can_write(group.workers[1].pid, inodes[1])  # the relay
 
 
@@ -168,28 +159,22 @@ def test_a_stopped_relay_makes_its_node_late_and_no_other(on_nodes):
     assert group.look() == [(3, 3)] * 3
 
 
-def test_a_part_of_a_node_is_refused(on_nodes):
-    group = on_nodes(["a", "b", "a"])
-    group.send(1)
-    with pytest.raises(ValueError, match=r"workers \[0, 2\] share one arena on node a"):
-        group.send(2, workers=[0])
-    assert group.look() == [(1, 1)] * 3
-    assert group.send(3, workers=[0, 2]) == 2
-    assert group.send(4, workers=1) == 3
-    assert group.look() == [(3, 2), (4, 3), (3, 2)]
-
-
-def test_a_trainer_that_is_started_again_counts_anew_in_new_arenas(on_nodes, kind):
+@pytest.mark.parametrize("scheme", ["a new one", "the same"])
+def test_a_second_init_on_sender_counts_from_one_in_new_arenas_and_ends_the_first_ones(on_nodes, kind, scheme):
     group = on_nodes(["a", "b", "b"], home="b")
     group.send(1)
     assert group.send(2) == 2
-    old = mappings(group, 0, 1)
-    group.trainer.call(parts.make_sender_anew, kind, fan_out="node")
+    old, arenas = mappings(group, 0, 1), [path for each in group.everybody for path in segments(each.pid)]
+    assert len(arenas) == 2
+    if scheme == "the same":
+        group.trainer.call(parts.init_again, kind)
+    else:  # as of a trainer that was started again
+        group.trainer.call(parts.make_sender_anew, kind, fan_out="node")
     assert group.send(7) == 1
     assert group.look() == [(7, 1)] * 3
     new = mappings(group, 0, 1)
     assert new[0] != old[0] and new[1] != old[1]
-    assert len(segments(group.workers[0].pid)) == 1  # the relay has ended the old one
+    until(lambda: not any(path.exists() for path in arenas))
 
 
 @pytest.mark.parametrize("fan_out", ["node", None])
@@ -242,15 +227,6 @@ def test_a_node_that_all_workers_have_left_keeps_no_arena(fleet):
     assert group.send(2) == 2
     until(lambda: not segments(group.workers[1].pid))
     assert group.look() == [(2, 2), (1, 1)]  # it keeps what it has
-
-
-def test_shutdown_ends_the_arenas(on_nodes, kind):
-    group = on_nodes(["a", "b"], home="b")
-    group.send(1)
-    group.trainer.call(parts.shut_down)
-    assert segments(group.trainer.pid) == []
-    if kind == "rpc":
-        group.workers[0].call(members.wait_without_segments)
 
 
 def test_a_process_namespace_is_a_node_of_its_own(fleet, server, kind):

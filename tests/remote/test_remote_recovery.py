@@ -43,7 +43,7 @@ def test_bytes_of_a_message_that_nobody_took_are_not_taken_for_the_next_ones(fle
 
 
 def test_an_answer_that_was_interrupted_in_the_hearing_is_heard_by_the_next_send(fleet):
-    group = fleet(2).connect("distributed").open()
+    group = fleet(2).connect("distributed").open(sync=False, strategy="tensordict")
     group.trainer.call(troubles.interrupt_when_an_answer_is_heard)
     with pytest.raises(KeyboardInterrupt):
         group.send(1)
@@ -80,21 +80,12 @@ def test_weights_that_cannot_be_unpickled_there_raise_in_the_send(fleet):
     assert group.look() == [(2, 2)]
 
 
-def test_two_threads_may_receive_for_one_model(fleet):
-    group = fleet(1).connect("distributed").open()
-    group.workers[0].call(troubles.receive_on_another_thread)
-    for version in range(1, 31):
-        assert group.send(version) == version
-        assert group.look() == [(version, version)]
-    assert group.workers[0].call(members.attribute, "errors") == []
-
-
 def test_initial_weights_that_come_after_a_time_out_are_there_at_the_next_try(fleet):
     group = fleet(1).connect("distributed")
     (worker,) = group.workers
     group.trainer.call(transports.open_transport, 1, timeout=members.FOR_EVER)
     worker.call(transports.open_transport, 1, timeout=0.3)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match="timeout="):
         worker.call(transports.receive_initial)
     group.trainer.call(transports.send_sample, "flat", "send_initial_weights")
     worker.call(transports.receive_initial_at_last)
@@ -103,18 +94,6 @@ def test_initial_weights_that_come_after_a_time_out_are_there_at_the_next_try(fl
     worker.call(transports.receive_sample)
     group.trainer.result()
     assert worker.call(transports.differences, "many") == []
-
-
-def test_a_worker_that_refuses_weights_by_hand_gets_the_next_ones(fleet):
-    group = fleet(1).connect("distributed")
-    (worker,) = group.workers
-    group.trainer.call(transports.open_transport, 1)
-    worker.call(transports.open_transport, 1)
-    for _ in range(2):
-        group.trainer.start(transports.send_sample, "flat")
-        assert worker.call(transports.receive_what_does_not_fit)[0] == "ManifestMismatch"
-        with pytest.raises(shmsync.ManifestMismatch):
-            group.trainer.result()
 
 
 def test_weights_of_an_interrupted_send_are_not_taken_for_those_of_the_next(fleet):

@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed import HashStore
 
 import shmsync
-from shmsync import DistributedWeightSyncScheme, RPCWeightSyncScheme
+from shmsync import DistributedTransport, DistributedWeightSyncScheme, RPCTransport, RPCWeightSyncScheme
 from shmsync.schemes.remote.packed_weights import Packer
-from support.processes import segments, until
-from support.remote import members, parts, transports
+from support.processes import until
+from support.remote import members, transports
 
 
 def packed(model, model_id):
@@ -42,17 +42,6 @@ def _nobody(scheme):
     if isinstance(scheme, DistributedWeightSyncScheme):
         return {"store": HashStore(), "num_workers": 1}
     return {"collector_infos": ["w1"], "collector_rrefs": [None], "collector_class": members.Member}
-
-
-def test_a_second_init_on_sender_ends_what_the_first_has_made(fleet, kind):
-    group = fleet(3, nodes=["a", "a", "b"], home="a").connect(kind).open(fan_out="node")
-    assert group.send(1) == 1
-    arenas = [path for each in group.everybody for path in segments(each.pid)]
-    assert len(arenas) == 2
-    group.trainer.call(parts.init_again, kind)
-    assert group.send(2) == 1
-    assert group.look() == [(2, 1)] * 3
-    until(lambda: not any(path.exists() for path in arenas))
 
 
 def test_a_second_init_on_sender_ends_the_threads_of_the_first():
@@ -96,8 +85,31 @@ def test_the_default_timeout_is_a_minute_of_the_scheme_and_its_transports(make):
     transport.close()
 
 
+@pytest.mark.parametrize(
+    "transport",
+    [RPCTransport(), DistributedTransport(), DistributedTransport(rank=None, store=object())],
+    ids=["rpc", "distributed", "no rank"],
+)
+def test_without_a_worker_every_call_of_a_transport_does_nothing(transport):
+    weights = transports.SAMPLES["flat"]()
+    transport.send_weights("policy", weights)
+    transport.send_weights_async("policy", weights)
+    transport.wait_ack()
+    with pytest.raises(RuntimeError, match="no send is pending"):
+        transport.wait_ack()
+    transport.send_ack()
+    assert transport.receive_weights(timeout=members.FOR_EVER) is None
+    assert not transport.check_connection()
+    if isinstance(transport, DistributedTransport):
+        transport.send_initial_weights(weights)
+        assert transport.receive_initial_weights() is None
+        with pytest.raises(RuntimeError, match="no send is pending"):
+            transport.check_ack()
+    transport.close()
+
+
 def test_a_word_that_no_worker_answers_is_refused():
-    transport = shmsync.RPCTransport()
+    transport = RPCTransport()
     transport.check_ack()
     transport.check_ack("updated")
     with pytest.raises(RuntimeError, match="'done'"):

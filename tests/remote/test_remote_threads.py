@@ -19,10 +19,12 @@ def test_a_transport_that_is_busy_in_this_thread_refuses_at_once(fleet, kind):
 
 def test_two_models_in_two_threads_over_one_store(fleet):
     group = fleet(1).connect("distributed")
-    group.workers[0].call(members.make_actor)
-    group.trainer.call(parts.make_actor_senders)
+    (worker,) = group.workers
+    for model_id, size in (("policy", 500), ("env.value_net", 300)):
+        worker.call(members.make_member, size, model_id=model_id)
+    group.trainer.call(parts.make_two_senders)
     assert group.trainer.call(threads.send_two_models, 60) == [[], []]
-    assert group.workers[0].call(members.actor_values) == {"policy": (59, 60), "env.value_net": (59, 60)}
+    assert [worker.call(members.look, model_id) for model_id in ("policy", "env.value_net")] == [(59, 60)] * 2
 
 
 def test_two_threads_may_receive_by_hand(fleet):

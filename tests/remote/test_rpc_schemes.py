@@ -8,7 +8,6 @@ import shmsync
 from shmsync import RPCTransport, RPCWeightSyncScheme
 from support.calls import naming
 from support.remote import members, parts, transports
-from support.remote.members import FOR_EVER
 
 
 @pytest.fixture
@@ -27,22 +26,6 @@ def test_two_receivers_in_one_worker(fleet):
     group.workers[0].kill()
     with naming(shmsync.WorkerDied, [0, 1]):
         group.send(5)
-
-
-def test_a_late_answer_counts_for_nothing(fleet):
-    group = fleet(1).connect("rpc").open()
-    (worker,) = group.workers
-    worker.call(members.hold)
-    with pytest.raises(shmsync.AckTimeout):
-        group.send(1, timeout=0.5)
-    worker.call(members.let_go)
-    worker.call(members.wait_applied, 1)
-    worker.call(members.hold)
-    with pytest.raises(shmsync.AckTimeout):  # not the answer to version 1
-        group.send(2, timeout=0.5)
-    worker.call(members.let_go)
-    group.send(3)
-    assert group.look() == [(3, 3)]
 
 
 @pytest.mark.parametrize("context", [True, False])
@@ -76,17 +59,6 @@ def test_what_is_missing_or_contradictory_is_refused():
 
 
 # ---- the transport
-
-
-def test_without_a_worker_every_call_does_nothing():
-    transport = RPCTransport()
-    transport.send_weights("policy", transports.SAMPLES["flat"]())
-    transport.send_weights_async("policy", transports.SAMPLES["flat"]())
-    transport.wait_ack()
-    assert transport.receive_weights(timeout=FOR_EVER) is None
-    assert not transport.check_connection()
-    with pytest.raises(RuntimeError, match="no send is pending"):
-        transport.wait_ack()
 
 
 def test_a_transport_is_made_of_info_rref_and_class():

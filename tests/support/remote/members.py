@@ -8,7 +8,6 @@ import signal
 import threading
 from collections import deque
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch.distributed import rpc
 
 from shmsync import DistributedWeightSyncScheme, Publisher
 from support.holdings import mapping_at
-from support.processes import segments, until
+from support.processes import until
 from support.weights import fill
 
 FOR_EVER = 3600.0  # a send that waited for this deadline would run into the test's watchdog
@@ -37,9 +36,9 @@ class Trouble(Exception):
 class Member:
     """What a worker has. For RPC it is the collector class."""
 
-    def __init__(self, scheme, size, name="policy", **arguments):
+    def __init__(self, scheme, size, name="policy", model_id="policy", **arguments):
         self.model = linear(size)
-        scheme.init_on_worker("policy", model=self.model, **arguments)
+        scheme.init_on_worker(model_id, model=self.model, **arguments)
         self.receiver = scheme.get_receiver()
         self.came = []  # the types of what calls brought
         self.applied = []  # versions
@@ -73,10 +72,10 @@ def make_collector(scheme, size, name="policy"):
     return rpc.RRef(Member(scheme, size, name))
 
 
-def make_member(state, size, loop=True, **options):
+def make_member(state, size, loop=True, model_id="policy", **options):
     """A receiver of the distributed scheme, and unless told otherwise a thread that receives."""
     scheme = DistributedWeightSyncScheme(**{"timeout": FOR_EVER, **options})
-    member = Member(scheme, size, store=state.store, rank=dist.get_rank())
+    member = Member(scheme, size, model_id, model_id, store=state.store, rank=dist.get_rank())
     if loop:
         threading.Thread(target=member.loop, daemon=True).start()
 
@@ -85,35 +84,6 @@ def make_member_of_the_group(state, size):
     """A member that is given only its model."""
     member = Member(DistributedWeightSyncScheme(timeout=FOR_EVER), size)
     threading.Thread(target=member.loop, daemon=True).start()
-
-
-class Actor:
-    """Has two models, and is the context in which both are found."""
-
-    def __init__(self):
-        self.policy = linear(500)
-        self.env = SimpleNamespace(value_net=linear(300))
-
-
-def make_actor(state):
-    state.actor = Actor()
-    state.receivers = {}
-    for name in ("policy", "env.value_net"):
-        scheme = DistributedWeightSyncScheme(timeout=FOR_EVER)
-        scheme.init_on_worker(name, state.actor, store=state.store, rank=dist.get_rank())
-        state.receivers[name] = scheme.get_receiver()
-
-    def loop():
-        while True:
-            for receiver in state.receivers.values():
-                receiver.receive(0.01)
-
-    threading.Thread(target=loop, daemon=True).start()
-
-
-def actor_values(state):
-    models = {"policy": state.actor.policy, "env.value_net": state.actor.env.value_net}
-    return {name: (float(models[name].weight.detach().mean()), each.version) for name, each in state.receivers.items()}
 
 
 def look(state, name="policy"):
@@ -158,10 +128,6 @@ def can_write(pid, inode):
     """Does this process map that memory to write to it?"""
     maps = Path(f"/proc/{pid}/maps").read_text()
     return re.search(rf"^\S+ rw-s \S+ \S+ {inode} ", maps, re.M) is not None
-
-
-def wait_without_segments(state):
-    until(lambda: not segments())
 
 
 def die_as_relay(state):

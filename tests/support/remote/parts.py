@@ -278,7 +278,7 @@ def threads(state):
     return threading.active_count()
 
 
-def make_actor_senders(state):
+def make_two_senders(state):
     state.senders = []
     for name in ("policy", "env.value_net"):
         scheme = DistributedWeightSyncScheme(timeout=FOR_EVER)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import threading
 
 from torch import nn
 
@@ -16,7 +15,7 @@ from shmsync.schemes.remote.distributed.rank_inbox import Inbox
 from shmsync.schemes.remote.packed_weights import Announcement, Stamp
 from shmsync.schemes.remote.rpc.rpc_scheme import RPCTransport
 from support.processes import wait_until_dead
-from support.remote.members import Trouble, members
+from support.remote.members import Trouble
 from support.weights import fill
 
 
@@ -77,10 +76,6 @@ def interrupt_receipt(state, where):
     }[where]
     wrapped = interrupted_once(getattr(owner, name), before=before)
     setattr(owner, name, wrapped)
-
-
-def receive_on_another_thread(state):
-    threading.Thread(target=members["policy"].loop, daemon=True).start()
 
 
 class OnlyHere:
