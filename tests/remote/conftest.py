@@ -35,6 +35,15 @@ def one_ray():
         yield
 
 
+@pytest.fixture(scope="session")
+def crew(one_ray):
+    """Two actors that no test kills."""
+    from shmsync import RayWeightSyncScheme
+    from support.remote import ray_parts
+
+    return ray_parts.start(RayWeightSyncScheme(), 2)
+
+
 @pytest.fixture
 def by_the_store(monkeypatch):
     """Weights go through Ray's object store, as where workers cannot reach the trainer."""

@@ -9,20 +9,10 @@ import pytest
 
 pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brings")
 
-import ray
 
-from shmsync import RayActorTransport, RayModuleTransformScheme, RayTransport, RayWeightSyncScheme, WorkerDied
-from support import processes
-from support.calls import naming
+from shmsync import RayActorTransport, RayModuleTransformScheme, RayTransport, RayWeightSyncScheme
 from support.conformance.contexts import Context
-from support.processes import until
 from support.remote import ray_parts as parts
-
-
-@pytest.fixture(scope="module", autouse=True)
-def crew(one_ray):
-    """Two actors that no test kills."""
-    return parts.start(RayWeightSyncScheme(), 2)
 
 
 def sender_to(actors, **options):
@@ -46,17 +36,6 @@ def test_constructors_take_what_the_api_says(make, expected):
     assert [(each.name, each.default) for each in parameters[: len(expected)]] == list(expected.items())
 
 
-@pytest.mark.parametrize("count", ["num_workers", "num_collectors"])
-def test_actors_come_from_a_context_or_from_keywords(crew, count):
-    context = Context(remote_collectors=crew, **{count: 2})
-    for value, given in ((1.0, {"context": context}), (2.0, {"remote_collectors": crew, count: 2})):
-        scheme = RayWeightSyncScheme()
-        scheme.init_on_sender("policy", **given)
-        assert scheme.get_sender().worker_ids == [0, 1]
-        assert scheme.get_sender().send(parts.net(value)) == 1
-        assert parts.ask(crew, "look") == [(value, 1)] * 2
-
-
 def test_an_actor_that_is_registered_beside_the_list_is_refused(crew):
     with pytest.raises(ValueError, match="put this one into that list"):
         sender_to(crew).register_worker(2, crew[0])
@@ -69,6 +48,9 @@ def test_counts_that_contradict_the_actors_are_refused(crew, count):
             RayWeightSyncScheme().init_on_sender("policy", **given)
     with pytest.raises(ValueError, match="remote_collectors"):
         RayWeightSyncScheme().init_on_sender("policy", **{count: 2})
+    scheme = RayWeightSyncScheme()
+    scheme.init_on_sender("policy", Context(remote_collectors=crew, **{count: 2}))
+    assert scheme.get_sender().worker_ids == [0, 1]
 
 
 def test_weights_for_actors_of_this_node_are_not_put_into_the_store(crew):
@@ -86,44 +68,6 @@ def test_each_send_makes_one_object_of_which_all_actors_get_views(crew, by_the_s
         assert "plasma" in path
     for _, _, path in parts.ask(crew, "used"):
         assert "plasma" not in path  # the net has a private copy
-
-
-def test_an_exception_that_cannot_be_rebuilt_here_is_no_death(crew):
-    sender = sender_to(crew)
-    ray.get(crew[0].fail_strangely.remote())
-    try:
-        with pytest.raises(RuntimeError, match="strange 1 2") as caught:
-            sender.send(parts.net(1.0))
-        assert "in update_policy_weights_" in str(caught.value.__cause__)
-        assert not sender.is_dead(0)
-    finally:
-        ray.get(crew[0].fail_with.remote(None))
-    assert sender.send(parts.net(2.0)) == 2
-    assert parts.ask(crew, "look") == [(2.0, 2)] * 2
-
-
-@pytest.mark.full  # Ray takes 15 s to start an actor again; one that the user starts again is in conformance/trouble
-def test_an_actor_that_ray_starts_again_is_sent_to_again(tmp_path):
-    (actor,) = parts.start(RayWeightSyncScheme(), max_restarts=1)
-    sender = sender_to([actor])
-    sender.send(parts.net(1.0))
-    pid = ray.get(actor.pid.remote())
-    actor.hold.remote(str(tmp_path / "never"))
-    sender.send_async(parts.net(2.0))
-    processes.kill(pid)
-    with naming(WorkerDied, [0]):
-        sender.wait_async()
-
-    def is_back():
-        try:
-            return ray.get(actor.pid.remote()) != pid
-        except ray.exceptions.ActorUnavailableError:
-            return False
-
-    until(is_back)
-    assert sender.send(parts.net(3.0)) == 3
-    assert ray.get(actor.look.remote()) == (3.0, 3)
-    parts.end([actor])
 
 
 def test_actors_that_join_and_leave_the_list_are_seen_at_the_next_send(crew):

@@ -14,13 +14,6 @@ from shmsync.schemes.remote.packed_weights import PackedWeights
 from support.remote import ray_parts as parts
 
 
-@pytest.fixture(scope="module", autouse=True)
-def crew(one_ray):
-    made = parts.start(RayWeightSyncScheme(), 2)
-    yield made
-    parts.end(made)
-
-
 @pytest.fixture
 def puts(monkeypatch):
     """What ray.put() is called with. It does the rest as without the keyword: this machine lacks the network for it."""
@@ -35,7 +28,7 @@ def puts(monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["transport", "scheme"])
-def test_nixl_is_what_put_is_asked_for(crew, puts, how):
+def test_nixl_is_what_put_is_asked_for_and_the_object_store_for_nothing(crew, puts, how, by_the_store):
     scheme = RayWeightSyncScheme(tensor_transport="nixl")
     scheme.init_on_sender("policy", remote_collectors=crew)
     if how == "transport":
@@ -50,11 +43,8 @@ def test_nixl_is_what_put_is_asked_for(crew, puts, how):
     # The other side may read them at any time, so no two sends share their memory.
     addresses = [packed_weights.pieces[0].data_ptr() for packed_weights, _ in puts]
     assert len({*addresses}) == len(addresses)
-
-
-def test_the_object_store_is_asked_for_nothing(crew, puts, by_the_store):
     RayTransport(crew[0]).send_weights("policy", parts.net(3.0).state_dict())
-    assert [options for _, options in puts] == [{}]
+    assert puts[-1][1] == {}
 
 
 def test_a_ray_that_does_not_know_it_is_named(crew, monkeypatch):

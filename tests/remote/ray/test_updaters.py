@@ -5,22 +5,16 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 from tensordict import TensorDict
 
 from shmsync import AckTimeout, RayWeightSyncScheme, RayWeightUpdater, WorkerDied
 from support import processes
 from support.calls import naming
+from support.weights import fill
 
 ray = pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brings")
 
 from support.remote import ray_parts as parts  # noqa: E402  needs Ray
-
-
-@pytest.fixture(scope="module")
-def crew(one_ray):
-    """Two actors that no test kills."""
-    return parts.start(RayWeightSyncScheme("tensordict"), 2)
 
 
 def updater_of(actors, weights=None, **options):
@@ -62,9 +56,7 @@ def test_the_servers_weights_are_read_at_each_push(crew):
     for weights in (model, TensorDict.from_module(model).data, model.state_dict()):
         updater = updater_of(crew, weights)
         for value in (1.0, 2.0):
-            with torch.no_grad():
-                model.weight.fill_(value)
-                model.bias.fill_(value)
+            fill(model, value)
             updater.push_weights()
             assert values(crew) == [value] * 2
 
@@ -101,16 +93,6 @@ def test_a_killed_actor_is_named_and_left_out(crew):
     with pytest.raises(WorkerDied, match="worker 2 died before"):
         updater.push_weights(parts.net(4.0), worker_ids=2)
     assert len(called) == 2
-
-
-def test_an_exception_of_an_actor_raises_in_the_push(crew):
-    ray.get(crew[0].fail_with.remote(parts.Refusal("not now")))
-    try:
-        with pytest.raises(parts.Refusal, match="not now") as caught:
-            updater_of(crew).push_weights(parts.net(1.0))
-        assert "update_policy_weights_" in str(caught.value.__cause__)
-    finally:
-        ray.get(crew[0].fail_with.remote(None))
 
 
 def test_a_busy_actor_is_late(crew, tmp_path):

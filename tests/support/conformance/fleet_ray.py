@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 
@@ -10,7 +11,6 @@ import pytest
 from support.conformance import remote_peers
 from support.conformance.fleet import RemoteFleet, can_go_on
 from support.processes import PATIENCE
-from support.remote.one_ray import SYSTEM, instead_of_the_last
 from support.worker import Gone, RemoteTraceback, Worker
 
 
@@ -80,16 +80,10 @@ class RayCrew:
 
     def __init__(self):
         self._ray = ray = pytest.importorskip("ray", reason="this entry needs Ray, which shmsync[ray] brings")
-        instead_of_the_last(ray.shutdown)
-        ray.init(
-            address="local",
-            num_cpus=1,  # Ray starts so many idle workers; actors need none
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            object_store_memory=200 << 20,
-            _system_config=SYSTEM,
-        )
+        from support.remote import ray_parts  # needs Ray
+
+        self._cluster = contextlib.ExitStack()
+        self._cluster.enter_context(ray_parts.one_node())
         self._class = ray.remote(num_cpus=0, max_concurrency=4, concurrency_groups={"calls": 1})(remote_peers.Actor)
         self._idle = [self._start() for _ in range(4)]
 
@@ -108,7 +102,7 @@ class RayCrew:
         self._idle.append(worker)
 
     def close(self):
-        self._ray.shutdown()
+        self._cluster.close()
         for worker in self._idle:
             if worker.process is not None:
                 worker.process.close()

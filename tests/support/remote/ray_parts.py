@@ -19,8 +19,6 @@ from torch import nn
 
 from support.holdings import mapping_at
 from support.processes import PATIENCE, until
-from support.remote import one_ray
-from support.remote.one_ray import instead_of_the_last
 from support.weights import fill
 
 SIZE = 256  # a net is 257 KiB: more than Ray would put into its messages
@@ -31,11 +29,23 @@ OPTIONS = {
     "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}},
 }
 SYSTEM = {
-    **one_ray.SYSTEM,
+    "worker_niceness": 0,  # by default Ray's workers come last, behind all tests that run beside these
+    # When Ray's head is slow to hear of a death, calls wait for it so long, and only then say "unavailable".
+    "timeout_ms_task_wait_for_death_info": 10_000,
     # Each raylet writes what its store did into its log, by default once a minute.
     "event_stats_print_interval_ms": 100,
     "object_manager_default_chunk_size": CHUNK,
 }
+
+
+_ends = []
+
+
+def instead_of_the_last(end):
+    """End the last Ray: it runs once in a process. `end()`: ends the one that begins now; more than once, too."""
+    while _ends:
+        _ends.pop()()
+    _ends.append(end)
 
 
 @contextlib.contextmanager
@@ -104,10 +114,6 @@ def value_of(module):
     return outputs[0].item()
 
 
-class Refusal(ValueError):
-    """What a worker of these tests raises."""
-
-
 class Process:
     """What all actors of these tests can be asked."""
 
@@ -129,14 +135,11 @@ class Worker(Process):
             scheme.init_on_worker(model_id, model=self.nets[model_id])
         self.receivers = {model_id: scheme.get_receiver() for model_id, scheme in schemes.items()}
         self.calls = 0
-        self.error = None
         self.ignores = False
         self.source = None
 
     def update_policy_weights_(self, policy_or_weights):
         self.calls += 1
-        if self.error is not None:
-            raise self.error
         if self.ignores:
             return
         if isinstance(policy_or_weights, dict):
@@ -163,19 +166,6 @@ class Worker(Process):
     def ignore(self, ignores):
         """Apply nothing from now on, or apply again."""
         self.ignores = ignores
-
-    def fail_with(self, error):
-        """Raise this from the next weights on; None: apply them again."""
-        self.error = error
-
-    def fail_strangely(self):
-        """The same with an error of a class that the sender cannot have."""
-
-        class Strange(Exception):
-            def __init__(self, first, second):
-                super().__init__(f"strange {first} {second}")
-
-        self.error = Strange(1, 2)
 
 
 class ModuleActor(Process):

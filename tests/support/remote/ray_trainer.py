@@ -5,15 +5,9 @@ from __future__ import annotations
 import ray
 import torch
 
-from shmsync import RayActorTransport, RayModuleTransformScheme, RayTransport, RayWeightSyncScheme
+from shmsync import RayTransport, RayWeightSyncScheme
 from support.remote import ray_parts
 from support.remote.storms import storm
-
-KINDS = {
-    "ray": (RayWeightSyncScheme, {}, "remote_collectors", ray_parts.Worker),
-    "ray-fan-out": (RayWeightSyncScheme, {"fan_out": "node"}, "remote_collectors", ray_parts.Worker),
-    "ray-module": (RayModuleTransformScheme, {}, "actors", ray_parts.ModuleActor),
-}
 
 
 def connect(state, address):
@@ -22,23 +16,20 @@ def connect(state, address):
 
 
 def make_scheme(state):
-    make, options, roster, _ = KINDS[state.kind]
-    scheme = make(timeout=60.0, **options)
-    scheme.init_on_sender("policy", model=state.model, **{roster: state.actors})
+    scheme = RayWeightSyncScheme(timeout=60.0, fan_out=state.fan_out)
+    scheme.init_on_sender("policy", model=state.model, remote_collectors=state.actors)
     return scheme
 
 
-def open_sender(state, kind, count):
-    make, options, _, actor = KINDS[kind]
-    state.kind, state.model = kind, ray_parts.net()
-    state.actors = ray_parts.start(make(**options), count, kind=actor)
+def open_sender(state, fan_out, count):
+    state.fan_out, state.model = fan_out, ray_parts.net()
+    state.actors = ray_parts.start(RayWeightSyncScheme(fan_out=fan_out), count)
     state.scheme = make_scheme(state)
     state.sender = state.scheme.get_sender()
 
 
 def open_transport(state, timeout):
-    kind = RayActorTransport if state.kind == "ray-module" else RayTransport
-    state.transport = kind(state.actors[0], timeout=timeout)
+    state.transport = RayTransport(state.actors[0], timeout=timeout)
 
 
 def look(state):
