@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 import shmsync
-from support import processes
 from support.calls import naming
 from support.choice import first
 from support.descriptors import exhaust
@@ -78,20 +77,6 @@ def test_a_late_worker_gets_whole_weights_however_often_the_others_have_been_sen
     assert group.look() == [(6, 6)] * 2
     applied = group.workers[1].call(members.attribute, "applied")
     assert applied == [1, 2, 6]
-
-
-def test_a_rank_waits_no_longer_than_it_is_told_for_the_weights_of_a_stopped_trainer(fleet, start):
-    keeper = start()
-    group = fleet(1, nodes=["a"], home="a").connect("distributed", keeper=keeper).open(MANY, loop=False)
-    (worker,) = group.workers
-    assert group.trainer.call(parts.send_async, 3) == 1
-    until(lambda: processes.unread(worker.pid) > 200)  # the message has come
-    group.trainer.stop()
-    assert not worker.call(members.receive, 0.5)
-    group.trainer.resume()
-    assert worker.call(members.receive, members.FOR_EVER)
-    assert group.trainer.call(parts.wait_async) == 1
-    assert group.look() == [(3, 1)]
 
 
 # ---- fan_out="node", and a node with one worker

@@ -177,20 +177,6 @@ def test_a_second_init_on_sender_counts_from_one_in_new_arenas_and_ends_the_firs
     until(lambda: not any(path.exists() for path in arenas))
 
 
-@pytest.mark.parametrize("fan_out", ["node", None])
-def test_a_worker_that_comes_late_gets_what_was_sent_before(fleet, fan_out):
-    group = fleet(2, nodes=["a", "a"], home="home").connect("distributed")
-    group.workers[0].call(members.make_member, 500, fan_out=fan_out)
-    group.trainer.call(parts.make_sender, "distributed", 2, 500, fan_out=fan_out, timeout=members.FOR_EVER)
-    group.trainer.call(parts.note_questions)
-    group.trainer.start(parts.send, 3)
-    until(lambda: group.workers[1].call(parts.store, "check", ["NODE_2_asked"]))  # before it was there
-    assert not group.trainer.done()
-    group.workers[1].call(members.make_member, 500, fan_out=fan_out)
-    assert group.trainer.result() == 1
-    assert group.look() == [(3, 1)] * 2
-
-
 def test_a_worker_that_joins_a_node_attaches_to_its_arena(fleet):
     group = fleet(3, nodes=["a", "a", "b"], home="home").connect("rpc").open(workers=1, fan_out="node")
     group.send(1)

@@ -6,7 +6,9 @@ from shmsync.errors import AckTimeout, ManifestMismatch, WriterDied
 from support.calls import Call, naming
 from support.conformance import peers
 from support.conformance.nets import Stamped
-from support.conformance.table import over_pipes
+from support.conformance.table import in_processes, over_pipes
+
+pytestmark = in_processes  # what a worker does with a message does not depend on how it was started: see test_send.py
 
 
 def test_receive_says_whether_anything_came(fleet):

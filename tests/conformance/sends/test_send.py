@@ -6,7 +6,7 @@ import torch
 from shmsync.errors import AckTimeout, ManifestMismatch
 from support.calls import naming
 from support.conformance import peers
-from support.conformance.contexts import Context, Lookup
+from support.conformance.contexts import Context
 from support.conformance.fleet import send_and_change
 from support.conformance.nets import FORMS, Stamped, Tied, stamp
 from support.conformance.table import PIPES, RAY, RAY_MODULE, only
@@ -74,13 +74,6 @@ def test_send_without_weights_takes_the_contexts_model(fleet):
     stamp(context.policy, 4)
     sender.send()
     assert fleet.stamps() == [4, 4, 4]
-
-
-@beside_the_context
-def test_send_of_a_string_takes_that_model_of_the_context(fleet):
-    context = Lookup(models={"policy": Stamped(3), "best": Stamped(8)})
-    fleet.open(given={"context": context}).send("best")
-    assert fleet.stamps() == [8, 8, 8]
 
 
 def test_send_without_weights_or_context_is_a_value_error(fleet):

@@ -49,15 +49,6 @@ def test_extra_state_is_refused_by_name(fleet, source):
 # ---- registration
 
 
-def test_first_send_registers(fleet):
-    sender = fleet.open()
-    assert arenas() == []
-    sender.send(Stamped(1))
-    assert len(arenas()) == 1
-    sender.send(Stamped(2))
-    assert len(arenas()) == 1
-
-
 def test_unknown_id_without_auto_register_is_a_key_error_that_names_the_known(fleet):
     scheme = fleet.make(auto_register=False)
     scheme.register_shared_weights("env.value_net", shared(Stamped(0)))
@@ -67,19 +58,13 @@ def test_unknown_id_without_auto_register_is_a_key_error_that_names_the_known(fl
     assert fleet.stamps() == [0, 0, 0]
 
 
-def test_registered_id_is_sent_without_auto_register(fleet):
-    scheme = fleet.make(auto_register=False)
-    scheme.register_shared_weights("policy", shared(Stamped(1)))
-    sender = fleet.open("policy", scheme=scheme)
-    sender.send(Stamped(2))
-    assert fleet.stamps() == [2, 2, 2]
-
-
 def test_registered_weights_reach_the_workers_before_the_first_send(fleet):
-    scheme = fleet.make()
-    fleet.open("policy", scheme=scheme)
+    scheme = fleet.make(auto_register=False)
+    sender = fleet.open("policy", scheme=scheme)
     scheme.register_shared_weights("policy", shared(Stamped(3)))
     assert fleet.stamps() == [3, 3, 3]
+    sender.send(Stamped(2))
+    assert fleet.stamps() == [2, 2, 2]
 
 
 def test_cached_weights_of_the_context_are_registered(fleet):
@@ -166,7 +151,10 @@ def test_worker_in_two_groups_is_a_value_error():
 
 def test_workers_read_one_copy_of_the_weights(fleet):
     sender = fleet.open()
-    sender.send(Stamped(1))
+    assert arenas() == []
+    for value in (1, 2):
+        sender.send(Stamped(value))
+        assert len(arenas()) == 1
     permissions, inodes, _ = zip(*(worker.call(peers.mapping_of_weights) for worker in fleet.workers), strict=True)
     assert not any("w" in each for each in permissions)
     assert len(set(inodes)) == 1
@@ -227,11 +215,3 @@ def test_scheme_that_is_collected_leaves_no_arena(fleet):
     gc.collect()
     assert arenas() == []
     assert fleet.stamps() == [1, 1, 1]  # the workers keep what they have
-
-
-def test_shutdown_ends_the_arenas_and_may_be_repeated(fleet):
-    scheme = fleet.make()
-    fleet.open("policy", scheme=scheme).send(Stamped(1))
-    scheme.shutdown()
-    scheme.shutdown()
-    assert arenas() == []

@@ -7,7 +7,7 @@ from shmsync.schemes import NoWeightSyncScheme, send_together
 from support.calls import naming
 from support.conformance import peers
 from support.conformance.nets import Stamped, stamp
-from support.conformance.table import MP, PIPES, SHM, in_processes, only, start_methods
+from support.conformance.table import MP, PIPES, SHM, in_processes, only
 
 
 @pytest.fixture(params=PIPES, ids=lambda entry: entry.name)
@@ -90,17 +90,6 @@ def test_nothing_is_sent_when_a_worker_does_not_come(fleet):
     fleet.release(1)
     send_together({policy: Stamped(3), value: Stamped(3)})
     assert fleet.stamps("policy") == fleet.stamps("env.value_net") == [3, 3, 3]
-
-
-@start_methods("forkserver", "fork")
-def test_the_others_get_all_models_when_a_worker_is_dead(fleet):
-    policy, value = fleet.open("policy"), fleet.open("env.value_net")
-    fleet.workers[1].kill()
-    with naming(WorkerDied, [1]):
-        send_together({policy: Stamped(1), value: Stamped(1)}, timeout=60)
-    assert fleet.stamps("policy", [0, 2]) == fleet.stamps("env.value_net", [0, 2]) == [1, 1]
-    assert send_together({policy: Stamped(2), value: Stamped(2)}, timeout=60) == 2
-    assert fleet.stamps("policy", [0, 2]) == fleet.stamps("env.value_net", [0, 2]) == [2, 2]
 
 
 @in_processes

@@ -8,9 +8,10 @@ from shmsync.errors import AckTimeout, NotDelivered, ProtocolError, WorkerDied
 from support.calls import naming
 from support.conformance import damages, peers
 from support.conformance.nets import Stamped, Tied, stamp
-from support.conformance.table import PIPES, over_pipes
+from support.conformance.table import PIPES, in_processes, over_pipes
 from support.processes import until
 
+pytestmark = in_processes  # how a worker was started does not matter here: see test_send.py
 LEAVES = len(Stamped().state_dict())
 DAMAGES_OF_TWO = list(zip(list(damages.DAMAGES)[::2], list(damages.DAMAGES)[1::2], strict=True))  # workers
 

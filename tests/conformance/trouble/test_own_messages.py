@@ -55,12 +55,6 @@ def test_a_worker_that_never_stops_talking_holds_no_send_up(fleet):
     assert said == {"AckTimeout"} and late < 0.1
 
 
-def sender_of(make, pipe):
-    scheme = make(timeout=0.3)
-    scheme.init_on_sender("policy", pipes=[pipe])
-    return scheme, scheme.get_sender()
-
-
 SCHEMES = [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme]
 HEADERS = {
     "negative": struct.pack("!i", -5),
@@ -70,16 +64,19 @@ HEADERS = {
 }
 
 
-@pytest.mark.parametrize("make", SCHEMES)
+@pytest.fixture(params=SCHEMES)
+def rig(request, rig_of):
+    """Of one worker."""
+    return rig_of(PipeRig, request.param, nets=[Stamped(0)], timeout=0.3)
+
+
 @pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
-def test_a_header_that_no_message_has_is_an_error_that_names_the_worker(pipe, make, header):
-    scheme, sender = sender_of(make, pipe[0])
+def test_a_header_that_no_message_has_is_an_error_that_names_the_worker(rig, header):
     for _ in range(2):  # the error is raised again until the worker is registered again
-        sender.send_async(Stamped(1))
-        os.write(pipe[1].fileno(), header)
+        rig.sender.send_async(Stamped(1))
+        os.write(rig.pipes[1].fileno(), header)
         with naming(shmsync.ProtocolError, [0], match="worker 0 has sent bytes that are no message"):
-            sender.wait_async(timeout=60)
-    scheme.shutdown()
+            rig.sender.wait_async(timeout=60)
 
 
 @pytest.mark.parametrize("make", SCHEMES)
@@ -99,62 +96,51 @@ def test_the_others_go_on_when_one_sends_garbage(make, rig_of):
     assert rig.stamps() == [5, 5]
 
 
-@pytest.mark.parametrize("make", SCHEMES)
 @pytest.mark.parametrize("start", [struct.pack("!i", 2**31 - 1), struct.pack("!iQ", -1, 2**31), b"\0\0", b""])
-def test_a_header_and_then_silence_ends_at_the_deadline_and_takes_no_memory(pipe, make, start):
-    scheme, sender = sender_of(make, pipe[0])
-    os.write(pipe[1].fileno(), start + b"garbage" * (len(start) > 3))
+def test_a_header_and_then_silence_ends_at_the_deadline_and_takes_no_memory(rig, start):
+    os.write(rig.pipes[1].fileno(), start + b"garbage" * (len(start) > 3))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    said, late = calls.overrun(sender, "send", 0.2)
+    said, late = calls.overrun(rig.sender, "send", 0.2)
     assert said == {"AckTimeout"} and late < 0.1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
     if len(start) > 3:
         with pytest.raises(shmsync.AckTimeout, match="worker 0 has sent 7 of the 2,147,483,64[78] bytes of a message"):
-            sender.send(Stamped(1))
-    scheme.shutdown()
+            rig.sender.send(Stamped(1))
 
 
-@pytest.mark.parametrize("make", SCHEMES)
-def test_a_message_of_one_byte_at_a_time_ends_at_the_deadline(pipe, make):
-    scheme, sender = sender_of(make, pipe[0])
-
+def test_a_message_of_one_byte_at_a_time_ends_at_the_deadline(rig):
     bytes_ = struct.pack("!i", 10**6) + b"x" * 10_000
     ended = threading.Event()
 
     def drip():
-        os.set_blocking(pipe[1].fileno(), False)
+        os.set_blocking(rig.pipes[1].fileno(), False)
         for byte in bytes_:
             with contextlib.suppress(BlockingIOError):
-                os.write(pipe[1].fileno(), bytes([byte]))
+                os.write(rig.pipes[1].fileno(), bytes([byte]))
             if ended.wait(0.001):
                 return
 
     dripping = Call(drip)
-    said, late = calls.overrun(sender, "send", 0.3)
+    said, late = calls.overrun(rig.sender, "send", 0.3)
     ended.set()
     dripping.result()
     assert said == {"AckTimeout"} and late < 0.1
-    scheme.shutdown()
 
 
-@pytest.mark.parametrize("make", SCHEMES)
-def test_garbage_from_the_sender_is_an_error_in_the_worker_and_a_header_takes_no_memory(pipe, make):
-    scheme = make()
-    scheme.init_on_worker("policy", pipe=pipe[1], model=Stamped(0))
-    receiver = scheme.get_receiver()
-    os.write(pipe[0].fileno(), struct.pack("!i", 2**31 - 1))
+def test_garbage_from_the_sender_is_an_error_in_the_worker_and_a_header_takes_no_memory(rig):
+    os.write(rig.pipes[0].fileno(), struct.pack("!i", 2**31 - 1))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert receiver.receive(0.05) is False
+    assert rig.receivers[0].receive(0.05) is False
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
     other, theirs = multiprocessing.Pipe()
     with other, theirs:
         os.write(other.fileno(), HEADERS["negative"])
+        (scheme,) = rig.workers
         scheme.init_on_worker("policy", pipe=theirs, model=Stamped(0))
         for _ in range(2):
             with pytest.raises(shmsync.ProtocolError, match="from the sender is no message: a header .* of -5 bytes"):
                 scheme.get_receiver().receive(0.05)
         scheme.get_receiver().close()
-    receiver.close()
 
 
 def test_large_messages_of_the_workers_own_still_come_whole(pipe):

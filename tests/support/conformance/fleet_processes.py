@@ -10,6 +10,7 @@ from functools import partial
 from support.conformance import peers, remote_peers, remote_trainer
 from support.conformance.fleet import RemoteFleet, can_go_on
 from support.conformance.remote_trainer import Remote
+from support.remote import parts
 from support.worker import Worker, fork_server, nothing
 
 WORKERS = 3
@@ -60,7 +61,7 @@ class DistributedWorld(World):
     between = staticmethod(peers.receive_until_called)
 
     def connect(self):
-        self.everybody(remote_peers.join_process_group, self.trainer.call(remote_peers.host_store, SIZE))
+        self.everybody(parts.join_group, "127.0.0.1", self.trainer.call(parts.host_store, "127.0.0.1"))
 
 
 class SocketWorld(World):

@@ -135,19 +135,6 @@ def serve_sockets(state):
     return serve_weights(partial(take_weights, state))
 
 
-def host_store(state, size):
-    """The trainer has the store; its port."""
-    state.store = distributed.TCPStore("127.0.0.1", 0, size, True, wait_for_workers=False)
-    return state.store.port
-
-
-def join_process_group(state, rank, size, port):
-    if rank:
-        state.store = distributed.TCPStore("127.0.0.1", port, size, False)
-    store = distributed.PrefixStore("group", state.store)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
-
-
 def begin_rank(state, index, rank, number):
     """Be this worker, with keys of the store that no other test has."""
     begin(state, index, store=distributed.PrefixStore(f"test{number}", state.store), rank=rank)

@@ -22,7 +22,6 @@ from torch import nn
 from torch.distributed import rpc
 
 from shmsync import DistributedWeightSyncScheme, RPCWeightSyncScheme
-from shmsync.schemes.remote.distributed import rank_sender
 from support.conformance.contexts import Context
 from support.processes import remove_segments
 from support.remote import transports
@@ -177,17 +176,6 @@ def store(state, call, *args):
 
 
 # ---- the trainer
-
-
-def note_questions(state):
-    """From now on the store shows for which ranks this process has looked."""
-    read = rank_sender.read_address
-
-    def note(store, rank):
-        store.set(f"NODE_{rank}_asked", b"")
-        return read(store, rank)
-
-    rank_sender.read_address = note
 
 
 def make_sender_with(state, size, *, own_store=False, **arguments):
