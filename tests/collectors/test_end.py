@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import subprocess
 import sys
 
@@ -13,7 +12,6 @@ import pytest
 
 import shmsync
 from shmsync.collectors import MultiprocessCollector
-from support.choice import first
 from support.environments.basic import Constant, Counting
 from support.processes import until
 
@@ -53,13 +51,12 @@ if __name__ == "__main__":
 
 
 @pytest.mark.full  # engine/death kills trainers; the demo's test kills an actor
-@pytest.mark.parametrize("sign", first([signal.SIGKILL, signal.SIGTERM]))
-def test_workers_go_when_the_trainer_is_killed(tmp_path, sign):
+def test_workers_go_when_the_trainer_is_killed(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     trainer = subprocess.Popen([sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     pids = [int(pid) for pid in trainer.stdout.readline().split()]
     assert len(pids) == 2
-    trainer.send_signal(sign)
+    trainer.kill()
     trainer.wait()
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids))

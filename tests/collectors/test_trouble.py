@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -87,24 +88,16 @@ def test_a_worker_that_cannot_work_is_not_restarted_for_ever(collector):
         next(batches)
 
 
-def test_a_stuck_environment_times_out(collector):
-    batches = collector([Counting, environments.Slow], Constant(), timeout=0.02, frames_per_batch=400)
-    with pytest.raises(shmsync.AckTimeout, match="stuck"):
-        next(batches)
-
-
 def test_a_batch_that_was_waited_for_too_briefly_comes_whole_later(collector):
     batches = collector(environments.Slow, Constant(), num_workers=1, frames_per_batch=40, timeout=0.05)
-    waits = 0
-    while True:
-        try:
+    with pytest.raises(shmsync.AckTimeout, match="stuck"):
+        next(batches)
+    batch = None
+    while batch is None:
+        with contextlib.suppress(shmsync.AckTimeout):
             batch = next(batches)
-            break
-        except shmsync.AckTimeout:
-            waits += 1
     copy = flat(batch)
     time.sleep(0.1)  # no worker writes into it any more
-    assert waits > 0
     assert torch.equal(flat(batch)["observation"], copy["observation"])
     assert torch.equal(copy["next.observation"][0, :, 0], torch.arange(40) % 5 + 1.0)
 

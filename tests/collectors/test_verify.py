@@ -6,8 +6,7 @@ import shmsync
 from support.environments.basic import SCHEMES, Drifting, Policy
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize(("scheme", "sync"), list(zip(SCHEMES, [True, False], strict=True)))
 def test_workers_prove_what_they_hold(collector, scheme, sync):
     policy = Policy()
     batches = collector(policy=policy, sync=sync, weight_sync_scheme=scheme(checksum=True))

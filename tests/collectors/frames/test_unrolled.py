@@ -10,8 +10,8 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from support.environments.basic import Always, Constant, Counting
-from support.environments.sync import ACTION_SPACES, Called, Mixed, derived, patched
+from support.environments.basic import Always, Constant, InTurn
+from support.environments.sync import ACTION_SPACES, Called, derived, patched
 from support.environments.vector import MODES, Through, Vectors
 
 ONE = {"num_workers": 1, "frames_per_batch": 40}
@@ -53,7 +53,8 @@ def test_actions_have_the_type_that_the_vector_environment_gives(collector, form
 
 
 def test_two_in_a_worker_of_which_one_is_asked(collector):
-    found = next(collector(Mixed(), Constant(), num_workers=1, envs_per_worker=2, frames_per_batch=80))
+    env = InTurn(Vectors("sync", Called, 4), derived)
+    found = next(collector(env, Constant(), num_workers=1, envs_per_worker=2, frames_per_batch=80))
     assert (found["next", "reward"][:4] == 1).all() and (found["next", "reward"][4:] == 0.5).all()
 
 
@@ -63,11 +64,3 @@ def test_gymnasiums_own_way_to_make_one(collector):
 
     batch = next(collector(make, Constant(), frames_per_batch=80)).clone()
     assert batch.batch_size == (8, 10) and (batch["next", "reward"] == 1).all()
-
-
-def test_different_lengths_end_by_themselves(collector):
-    lengths = [functools.partial(Counting, length) for length in (2, 3, 5)]
-    batch = next(collector(Vectors("sync", lengths, 3), Constant(), num_workers=1, frames_per_batch=90)).clone()
-    for row, length in zip(batch, (2, 3, 5), strict=True):
-        assert torch.equal(row["observation"][:, 0], torch.arange(30) % length)
-        assert row["next", "done"].sum() == 30 // length

@@ -11,13 +11,15 @@ from gymnasium import spaces
 from tensordict.nn import TensorDictModule
 
 import shmsync
+from shmsync.collectors import env_values
+from shmsync.collectors.spaces import to_env
 from support.environments.basic import (
     BYTES,
     THREE,
     Always,
     Constant,
     Counting,
-    EveryOther,
+    InTurn,
     Later,
     Odd,
     Other,
@@ -30,7 +32,8 @@ from support.environments.basic import (
 INTS = spaces.Box(-100, 100, (3,), np.int32)
 NESTED = spaces.Dict({"image": BYTES, "inner": spaces.Dict({"goal": spaces.Discrete(7)})})
 RIGHT = {"image": np.zeros(3, np.uint8), "inner": {"goal": 3}}
-f32, f64 = np.float32, np.float64
+f32 = np.float32
+ONE = {"num_workers": 1, "frames_per_batch": 4}
 
 REFUSED = {  # space, what is returned, words of the error
     "a scalar for three": (THREE, f32(1), r"shape \(\) but the space says \(3,\)"),
@@ -47,10 +50,6 @@ REFUSED = {  # space, what is returned, words of the error
     "words": (THREE, ["a", "b", "c"], r"must have numbers"),
     "nothing": (THREE, None, r"must have numbers"),
     "ragged": (THREE, [1, [2, 3], 4], r"that is no array"),
-    "a key less": (NESTED, {"image": RIGHT["image"]}, r"lacks inner: it has \['image'\]"),
-    "an inner key less": (NESTED, {**RIGHT, "inner": {}}, r"lacks inner\.goal"),
-    "an array for a dict": (NESTED, np.zeros(3), r"lacks image: it has ndarray"),
-    "wrong inside": (NESTED, {**RIGHT, "image": np.full(3, 300)}, r"observation\.image of"),
 }
 KEPT = {
     "rounded": (THREE, np.array([0.1, -1e30, np.inf]), torch.tensor([0.1, -1e30, torch.inf])),
@@ -63,40 +62,70 @@ KEPT = {
 }
 
 
-def right(space):
-    return RIGHT if space is NESTED else np.zeros(3, space.dtype)
-
-
-@pytest.mark.parametrize("call", ["reset()", "step()"])
 @pytest.mark.parametrize("case", REFUSED)
-def test_an_observation_that_does_not_fit_is_refused(collector, case, call):
+def test_a_value_that_does_not_fit_is_refused(case):
     space, value, words = REFUSED[case]
-    given = {"reset": value} if call == "reset()" else {"reset": right(space), "step": value}
-    with pytest.raises(shmsync.ManifestMismatch, match=words) as caught:
-        next(collector(functools.partial(Odd, space, **given), Constant(), num_workers=1, frames_per_batch=4))
-    assert call in str(caught.value) or "observation of" in str(caught.value)
+    with pytest.raises(shmsync.ManifestMismatch, match=words):
+        env_values.fit(value, space.dtype, space.shape, "observation of reset()")
 
 
 @pytest.mark.parametrize("case", KEPT)
-def test_an_observation_that_fits_is_kept(collector, case):
+def test_a_value_that_fits_is_kept(case):
     space, value, recorded = KEPT[case]
-    batch = next(collector(functools.partial(Odd, space, reset=value), Constant(), num_workers=1, frames_per_batch=4))
+    found = torch.from_numpy(env_values.fit(value, space.dtype, space.shape, "observation of reset()"))
+    assert found.dtype == recorded.dtype
+    assert torch.equal(torch.nan_to_num(found, -5), torch.nan_to_num(recorded, -5))
+
+
+@pytest.mark.parametrize("call", ["reset()", "step()"])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"image": RIGHT["image"]}, r"lacks inner: it has \['image'\]"),
+        ({**RIGHT, "inner": {}}, r"lacks inner\.goal"),
+        (np.zeros(3), r"lacks image: it has ndarray"),
+        ({**RIGHT, "image": np.full(3, 300)}, r"observation\.image of"),
+    ],
+    ids=["a key less", "an inner key less", "an array for a dict", "wrong inside"],
+)
+def test_an_observation_that_does_not_fit_is_refused(collector, value, words, call):
+    given = {"reset": value} if call == "reset()" else {"reset": RIGHT, "step": value}
+    with pytest.raises(shmsync.ManifestMismatch, match=words) as caught:
+        next(collector(functools.partial(Odd, NESTED, **given), Constant(), **ONE))
+    assert f"of {call}" in str(caught.value)
+
+
+@pytest.mark.parametrize("case", ["rounded", "whole numbers"])
+def test_an_observation_that_fits_is_recorded(collector, case):
+    space, value, recorded = KEPT[case]
+    batch = next(collector(functools.partial(Odd, space, reset=value), Constant(), **ONE))
     for row in (*batch["observation"][0], *batch["next", "observation"][0]):
-        assert row.dtype == recorded.dtype
-        assert torch.equal(torch.nan_to_num(row, -5), torch.nan_to_num(recorded, -5))
+        assert row.dtype == recorded.dtype and torch.equal(row, recorded)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "words"),
+    [
+        ("number", None, "reward"),
+        ("number", "1", "reward"),
+        ("number", np.ones(2), r"shape \(2,\), and must be one value"),
+        ("number", 1e300, "float32"),
+        ("number", 1j, "must have numbers"),
+        ("flag", None, "reward"),
+        ("flag", 0.5, "0.5, and must be True or False"),
+        ("flag", np.array([True, False]), "one value"),
+    ],
+)
+def test_what_is_no_number_or_no_flag_is_refused(kind, value, words):
+    with pytest.raises(shmsync.ManifestMismatch, match=words):
+        getattr(env_values, kind)(value, "reward")
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"reward": None}, "reward"),
-        ({"reward": "1"}, "reward"),
-        ({"reward": np.ones(2)}, r"shape \(2,\), and must be one value"),
-        ({"reward": 1e300}, "float32"),
-        ({"reward": 1j}, "must have numbers"),
-        ({"terminated": None}, "terminated"),
-        ({"terminated": 0.5}, "0.5, and must be True or False"),
-        ({"terminated": np.array([True, False])}, "one value"),
+        ({"reward": 1e300}, "the reward of .* float32"),
+        ({"terminated": 0.5}, "terminated of .* 0.5, and must be True or False"),
         ({"result": (np.zeros(3, f32), 1.0, False, {})}, "a tuple of 4"),
         ({"result": "nothing"}, "returned a str"),
     ],
@@ -104,19 +133,21 @@ def test_an_observation_that_fits_is_kept(collector, case):
 def test_a_step_that_returns_something_else_is_refused(collector, given, words):
     env = functools.partial(Odd, THREE, reset=np.zeros(3, f32), **given)
     with pytest.raises(shmsync.ManifestMismatch, match=words):
-        next(collector(env, Constant(), num_workers=1, frames_per_batch=4))
+        next(collector(env, Constant(), **ONE))
 
 
-@pytest.mark.parametrize("reward", [2, np.float64(2), np.array([2.0]), torch.tensor(2.0), True])
-def test_a_reward_may_be_any_one_number(collector, reward):
-    env = functools.partial(Odd, THREE, reset=np.zeros(3, f32), reward=reward, terminated=np.bool_(True))
-    batch = next(collector(env, Constant(), num_workers=1, frames_per_batch=4))
-    assert (batch["next", "reward"] == (1 if reward is True else 2)).all() and batch["next", "terminated"].all()
+def test_a_reward_may_be_any_one_number(collector):
+    for reward in (2, np.float64(2), np.array([2.0]), torch.tensor(2.0)):
+        assert env_values.number(reward, "reward") == 2
+    env = functools.partial(Odd, THREE, reset=np.zeros(3, f32), reward=True, terminated=np.bool_(True))
+    batch = next(collector(env, Constant(), **ONE))
+    assert (batch["next", "reward"] == 1).all() and batch["next", "terminated"].all()
 
 
 def test_environments_of_one_worker_have_the_same_spaces(collector):
+    env = InTurn(functools.partial(Odd, THREE), functools.partial(Odd, BYTES))
     with pytest.raises(shmsync.ManifestMismatch, match="environments 0 and 1 of worker 0"):
-        collector(EveryOther(), Constant(), num_workers=1, envs_per_worker=2, frames_per_batch=4)
+        collector(env, Constant(), num_workers=1, envs_per_worker=2, frames_per_batch=4)
 
 
 @pytest.mark.parametrize("takes_tensordict", [False, True])
@@ -151,7 +182,7 @@ def test_a_policy_that_returns_another_form_is_refused(collector, out, error, wo
 @pytest.mark.parametrize("key", ["worker", "policy_version"])
 def test_a_policy_cannot_take_a_key_of_the_collector(collector, key):
     with pytest.raises(shmsync.ManifestMismatch, match=f"'{key}', which is the collector's own"):
-        collector(Counting, Other({key: torch.zeros(1)}), num_workers=1, frames_per_batch=4)
+        collector(Counting, Other({key: torch.zeros(1)}), **ONE)
 
 
 D, M = spaces.Discrete, spaces.MultiDiscrete
@@ -175,11 +206,19 @@ D, M = spaces.Discrete, spaces.MultiDiscrete
         (spaces.MultiBinary(3), [1, 0, 1], None, 2),
     ],
 )
-def test_actions_that_do_not_start_at_zero(collector, space, action, choice, got):
-    env, options = functools.partial(Starting, space), {"num_workers": 1, "frames_per_batch": 4}
-    batch = next(collector(env, Always(action), discrete_actions=choice, **options))
+def test_actions_that_do_not_start_at_zero(space, action, choice, got):
+    (given,) = to_env(space, choice)(torch.tensor([action]))
+    assert space.contains(given) and np.sum(given) == got
+
+
+@pytest.mark.parametrize(
+    ("space", "action", "choice", "got"),
+    [(D(3, start=1), 1, "index", 2), (M([3, 4], start=[1, 0]), [2, 3], "value", 5)],
+)
+def test_actions_are_recorded_as_the_policy_returned_them(collector, space, action, choice, got):
+    batch = next(collector(functools.partial(Starting, space), Always(action), discrete_actions=choice, **ONE))
     assert batch["next", "reward"].flatten().tolist() == [got] * 4
-    assert batch["action"][0, 0].tolist() == action  # as the policy returned it
+    assert batch["action"][0, 0].tolist() == action
 
 
 @pytest.mark.parametrize(
@@ -197,12 +236,12 @@ def test_actions_that_do_not_start_at_zero(collector, space, action, choice, got
         (D(3), [0, 0, 0], None, "one-hot"),
         (D(3), [0, 1, 1], None, "one-hot"),
         (D(3), [0, 256, 0], None, "one-hot"),
+        (M([3, 4]), [1.7, 0.0], None, r"1\.7\d* in float32"),
     ],
 )
-def test_actions_that_may_mean_two_things_or_none_are_refused(collector, space, action, choice, words):
-    env, options = functools.partial(Starting, space), {"num_workers": 1, "frames_per_batch": 4}
+def test_actions_that_may_mean_two_things_or_none_are_refused(space, action, choice, words):
     with pytest.raises(shmsync.ManifestMismatch, match=words):
-        collector(env, Always(action), discrete_actions=choice, **options)
+        to_env(space, choice)(torch.tensor([action]))
 
 
 @pytest.mark.parametrize(
@@ -219,15 +258,9 @@ def test_every_action_is_checked_not_only_the_first(collector, space, action):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_box_actions_are_passed_as_they_are(collector, dtype):
     env = functools.partial(Starting, spaces.Box(-1, 1, (2,)), check=False)
-    batch = next(collector(env, Always([1.5, -4.0], dtype), num_workers=1, frames_per_batch=4))  # a Gaussian policy
+    batch = next(collector(env, Always([1.5, -4.0], dtype), **ONE))  # a Gaussian policy
     assert batch["next", "reward"].flatten().tolist() == [-2.5] * 4
     assert batch["action"].dtype == dtype
-
-
-def test_a_float_is_not_cut_to_a_whole_action(collector):
-    env = functools.partial(Starting, M([3, 4]))
-    with pytest.raises(shmsync.ManifestMismatch, match=r"1\.7\d* in float32"):
-        collector(env, Always([1.7, 0.0], torch.float32), num_workers=1, frames_per_batch=4)
 
 
 def test_a_policy_that_normalises_its_observation_in_the_tensordict(collector):

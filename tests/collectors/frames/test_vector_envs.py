@@ -14,9 +14,7 @@ from gymnasium.vector import AutoresetMode
 
 import shmsync
 from support.choice import first
-from support.environments import basic as environments
 from support.environments.basic import (
-    SCHEMES,
     Constant,
     Counting,
     Failing,
@@ -46,9 +44,7 @@ from support.environments.waiting import Partners
 from support.processes import alive, until, workers
 
 ONE = {"num_workers": 1, "frames_per_batch": 40}
-
-
-CASES = {"flat": (Episodes, Policy), "nested": (NestedEpisodes, Random), "cartpole": (environments.cartpole, Policy)}
+CASES = {"flat": (Episodes, Policy), "nested": (NestedEpisodes, Random)}
 
 
 def lengths(*each):
@@ -72,36 +68,33 @@ def frames(collector, env, policy, **options):
     return found
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_the_frames_are_those_of_single_environments(collector, kind, mode, case, scheme):
+def test_the_frames_are_those_of_single_environments(collector, kind, mode, case):
     make, policy = CASES[case]
     single = frames(collector, make, policy, envs_per_worker=4)
-    vector = frames(collector, Vectors(kind, make, 4, mode), policy, weight_sync_scheme=scheme())
+    vector = frames(collector, Vectors(kind, make, 4, mode), policy)
     assert single[0]["observation" if case != "nested" else "observation.state"].shape[:2] == (8, 20)
-    assert case == "cartpole" or any(each["next.terminated"].any() and each["next.truncated"].any() for each in single)
+    assert any(each["next.terminated"].any() and each["next.truncated"].any() for each in single)
     for one, other in zip(single, vector, strict=True):
         assert differences(one, other) == []
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
-def test_several_vector_environments_in_a_worker(collector, mode):
+def test_several_vector_environments_in_a_worker(collector):
     single = frames(collector, Episodes, Policy, envs_per_worker=4)
-    vector = frames(collector, Vectors("sync", Episodes, 2, mode), Policy, envs_per_worker=2)
+    vector = frames(collector, Vectors("sync", Episodes, 2), Policy, envs_per_worker=2)
     for one, other in zip(single, vector, strict=True):
         assert differences(one, other) == []
 
 
-@pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
-def test_frames_follow_one_another_in_a_vector_environment(collector, mode, sync):
+def test_frames_follow_one_another_in_a_vector_environment_without_sync(collector, mode):
     env = Vectors("sync", lengths(3, 5), 2, mode)
-    batches = collector(env, Constant(), frames_per_batch=24, sync=sync, total_frames=240)
+    batches = collector(env, Constant(), frames_per_batch=24, sync=False, total_frames=240)
     seen: dict[tuple[int, int], list[torch.Tensor]] = {}
     for batch in batches:
-        assert batch.batch_size == ((4, 6) if sync else (2, 12))
+        assert batch.batch_size == (2, 12)
         for row, each in enumerate(batch.clone()):
             seen.setdefault((int(each["worker"][0]), row % 2), []).append(each)
     for (_, row), rows in seen.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import time
@@ -41,24 +42,6 @@ class Counting(gymnasium.Env):
         self._steps += 1
         truncated = self._steps == self._length
         return np.full(1, self._steps, np.float32), 1.0, False, truncated, {}
-
-
-class Nested(Counting):
-    """A Dict observation and a Box action."""
-
-    observation_space = spaces.Dict({"image": spaces.Box(0, 255, (3, 4), np.uint8), "goal": spaces.Discrete(7)})
-    action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return self._observation(), {}
-
-    def step(self, action):
-        assert self.action_space.contains(action)
-        return self._observation(), *super().step(action)[1:]
-
-    def _observation(self):
-        return {"image": np.full((3, 4), 9, np.uint8), "goal": 3}
 
 
 class Failing(Counting):
@@ -142,25 +125,6 @@ class Constant(nn.Module):
         return self.action.long().expand(len(observation))
 
 
-class BoxPolicy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, observation):
-        assert observation["image"].shape[1:] == (3, 4)
-        return self.scale * torch.ones(len(observation["goal"]), 2)
-
-
-class Logits(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(4, 2)
-
-    def forward(self, observation):
-        return self.net(observation)
-
-
 def flat(batch):
     """Its tensors by dotted name, copied."""
     return batch.clone().flatten_keys(".").to_dict()
@@ -174,17 +138,19 @@ def differences(one, other):
 
 
 def differences_after_a_load(collector, env, policy, **options):
-    """Of the first batches of two collectors that load one state, whatever their own seed is."""
+    """Of the first batches of two collectors that load one saved state, each with another seed before."""
     first = collector(env, policy(), seed=3, **options)
     next(first)
-    state = first.state_dict()
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
 
-    def resumed():
-        other = collector(env, policy(), seed=9, **options)
-        other.load_state_dict(state)
+    def resumed(seed):
+        file.seek(0)
+        other = collector(env, policy(), seed=seed, **options)
+        other.load_state_dict(torch.load(file, weights_only=True))
         return flat(next(other))
 
-    return differences(resumed(), resumed())
+    return differences(resumed(9), resumed(10))
 
 
 def check_rows(rows, length=5):
@@ -304,15 +270,14 @@ class Later(nn.Module):
         return self.action if self.after >= 0 else self.other
 
 
-class EveryOther:
-    """Makes environments of two kinds in turn."""
+class InTurn:
+    """Makes environments by each of the functions, one after the other."""
 
-    def __init__(self):
-        self._made = 0
+    def __init__(self, *makers):
+        self._left = list(makers)
 
     def __call__(self):
-        self._made += 1
-        return Odd(THREE if self._made % 2 else BYTES)
+        return self._left.pop(0)()
 
 
 class Other(nn.Module):
@@ -383,13 +348,18 @@ class Enormous(nn.Module):
         return torch.zeros(len(observation), dtype=torch.int64)
 
 
-class Drawing:
-    """Makes environments that draw from a generator of this kind."""
+class Drawing(Counting):
+    """Draws its rewards from a generator of this kind."""
 
-    def __init__(self, bits):
-        self.bits = bits
+    def __init__(self, kind):
+        super().__init__()
+        self._kind = kind
 
-    def __call__(self):
-        env = Counting()
-        env.np_random = np.random.Generator(self.bits(1))
-        return env
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            self.np_random = np.random.Generator(self._kind(seed))
+        return super().reset()
+
+    def step(self, action):
+        observation, _, *rest = super().step(action)
+        return observation, float(self.np_random.normal()), *rest

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 from gymnasium import spaces
 
-from support.environments.basic import Constant, Counting, FirstTime
+from support.environments.basic import Constant, Counting
 
 WORDS = "the simulator broke"
 
@@ -123,18 +123,6 @@ class RaisingPolicy(Constant):
         if self.place == "first forward" or (self.place == "later forward" and self.calls == 5):
             raise KINDS[self.kind]()
         return super().forward(observation)
-
-
-class FailsOnce(Counting):
-    def __init__(self, path):
-        super().__init__()
-        self._first, self._count = FirstTime(path), 0
-
-    def step(self, action):
-        self._count += 1
-        if self._count == 70 and self._first():
-            raise EOFError("once")
-        return super().step(action)
 
 
 class Closing(Counting):

@@ -52,14 +52,3 @@ def patched():
     step = made.step
     made.step = lambda actions: (lambda observation, reward, *rest: (observation, reward / 2, *rest))(*step(actions))
     return made
-
-
-class Mixed:
-    """Makes a SyncVectorEnv, then one with its own step."""
-
-    def __init__(self):
-        self._made = 0
-
-    def __call__(self):
-        self._made += 1
-        return derived() if self._made == 2 else SyncVectorEnv([Called] * 4)
