@@ -99,8 +99,7 @@ def test_a_collector_of_one_process_gives_true_versions_under_updates(trainer):
 # ---- a collector of collectors
 
 
-@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
-@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize(("kind", "slots"), [(MultiSyncCollector, 1), (MultiAsyncCollector, 2)])
 def test_a_collector_hands_on_what_it_receives(trainer, collector, kind, slots):
     scheme, policy = trainer(Tagged(1), slots=slots), Tagged()
     schemes = received(scheme)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 
 import shmsync
-from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from support.torchrl import parts, policies
 from support.torchrl.parts import ask
 from support.torchrl.policies import Acting, Normalising, Outer, Remembering, Tied
@@ -39,10 +37,9 @@ def test_batch_norm_counts_in_each_worker_until_an_update_brings_the_trainers_co
     assert int(policy.module.norm.num_batches_tracked) == 1000
 
 
-@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
-def test_lazy_parameters_get_their_shapes_from_the_environment(collector, kind):
+def test_lazy_parameters_get_their_shapes_from_the_environment(collector):
     policy = Acting(nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(1)))
-    collecting = collector(policy, kind=kind)
+    collecting = collector(policy)
     assert policy.module[0].weight.shape == (4, 1)
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -73,22 +70,6 @@ def test_tied_parameters_stay_tied(collector):
     assert policy.module.one.weight is policy.module.other.weight
 
 
-@pytest.mark.parametrize("form", ["module", "state_dict", "none"])
-def test_extra_state_travels_with_every_form_of_weights(collector, form):
-    policy = Remembering(["a"])
-    collecting = collector(Acting(policy))
-    assert notes(collecting) == [[(1, ["a"])]] * 2
-    trained = Acting(Remembering(["a", "b", "c"]))
-    if form == "module":
-        collecting.update_policy_weights_(trained)
-    elif form == "state_dict":
-        collecting.update_policy_weights_(trained.state_dict())
-    else:
-        policy.write("b", "c")
-        collecting.update_policy_weights_()
-    assert notes(collecting) == [[(3, ["a", "b", "c"])]] * 2
-
-
 def test_extra_state_of_several_modules_goes_to_each(collector):
     policy = Acting(Outer())
     policy.module.inner.write("inner")
@@ -98,21 +79,6 @@ def test_extra_state_of_several_modules_goes_to_each(collector):
     policy.module.inner.write("more")
     collecting.update_policy_weights_()
     assert notes(collecting) == [[(2, ["inner", "more"]), (2, ["deeper", "still"])]] * 2
-
-
-@pytest.mark.parametrize("slots", [1, 2])
-def test_extra_state_may_grow_as_much_as_it_likes(collector, slots):
-    policy = Acting(Remembering())
-    collecting = collector(policy, scheme=ShmWeightSyncScheme(slots=slots))
-    batches = iter(collecting)
-    written = []
-    for size in (10, 1000, 100_000, 3_000_000, 5):
-        written.append("x" * size)
-        policy.module.write(written[-1])
-        collecting.update_policy_weights_()
-        assert notes(collecting) == [[(len(written), written)]] * 2
-        batch = next(batches)
-        assert (batch["action"] == len(written)).all() and (batch["policy_version"] == len(written)).all()
 
 
 def test_extra_state_grows_for_one_worker_alone(collector):

@@ -113,12 +113,6 @@ def test_without_weights_it_takes_the_policys(collector):
         assert batch["next", "policy_version"].tolist() == batch["policy_version"].tolist() == [update] * 10
 
 
-def test_a_policy_made_by_a_factory(collector):
-    collecting = collector(policy_factory=Tagged)
-    collecting.update_policy_weights_(Tagged(3))
-    assert seen(next(iter(collecting))).tolist() == [3] * 10
-
-
 def test_a_partial_update_changes_what_it_names(collector):
     policy = Tagged()
     collecting = collector(policy)

@@ -11,14 +11,11 @@ from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 
 import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
-from support.choice import first
 from support.processes import alive, segments
 from support.torchrl import children, environments, parts, probes
 from support.torchrl.environments import Critic, Steps
 from support.torchrl.parts import ask, tags
 from support.torchrl.policies import Tagged, seen
-
-KINDS = [MultiSyncCollector, MultiAsyncCollector]
 
 
 def schemes_of_two():
@@ -64,16 +61,14 @@ def last_days_of(collecting):
     assert caught.value.missing == [0]
 
 
-@pytest.mark.full  # collectors of many seconds; test_fork runs the same collectors
-@pytest.mark.parametrize("kind", KINDS)
-def test_spawn(kind):
+@pytest.mark.full  # a collector of many seconds; test_fork runs the same one
+def test_spawn():
     with parts.collectors("spawn") as make:
         policy = Tagged(1)
-        collecting = make(policy, schemes=schemes_of_two(), kind=kind)
+        collecting = make(policy, schemes=schemes_of_two())
         life_of(collecting, policy)
-        if kind is MultiSyncCollector:
-            second_model_of(collecting)
-            last_days_of(collecting)
+        second_model_of(collecting)
+        last_days_of(collecting)
 
 
 def test_a_worker_may_fork(collector):
@@ -110,17 +105,16 @@ def test_environments_in_processes_of_their_own(collector):
         assert batch.shape == (2, 2, 5) and seen(batch).unique().tolist() == [tag]
 
 
-def forked(say, kind, models):
+def forked(say, kind):
     torch.multiprocessing.set_start_method("fork", force=True)
     policy = Tagged(1)
-    schemes = schemes_of_two() if models == 2 else {"policy": ShmWeightSyncScheme()}
+    schemes = schemes_of_two() if kind is MultiSyncCollector else {"policy": ShmWeightSyncScheme()}
     options = {"frames_per_batch": 20, "total_frames": -1, "track_policy_version": True}
     collecting = kind([Steps] * 2, policy, weight_sync_schemes=schemes, **options)
     say([process._start_method for process in collecting.procs])
     life_of(collecting, policy)
-    if models == 2:
-        second_model_of(collecting)
     if kind is MultiSyncCollector:
+        second_model_of(collecting)
         last_days_of(collecting)
         parts.shut(schemes)
     else:
@@ -129,13 +123,10 @@ def forked(say, kind, models):
     say(segments())
 
 
-FORKED = [(MultiSyncCollector, 2), (MultiAsyncCollector, 1), (MultiSyncCollector, 1)]  # with so many models
-
-
-@pytest.mark.parametrize("case", first(FORKED), ids=lambda case: f"{case[0].__name__}-{case[1]}")
-def test_fork(case):
+@pytest.mark.parametrize("kind", [MultiSyncCollector, pytest.param(MultiAsyncCollector, marks=pytest.mark.full)])
+def test_fork(kind):
     """With fork the scheme is not pickled: a worker has the trainer's, with everything that it holds."""
-    with children.child(forked, *case, method="spawn") as child:
+    with children.child(forked, kind, method="spawn") as child:
         assert child.hear() == ["fork", "fork"]
         assert child.hear() == []
         child.process.join()

@@ -43,7 +43,7 @@ def test_a_loaded_state_is_the_workers_own_until_the_next_update(collector, slot
     assert tags(collecting) == [5, 6]
     assert seen(next(batches)).float().mean(1).tolist() == [5, 6]
     assert policy.layers[0].tolist() == [1] * 4
-    for update in (7, 8):
+    for update in (1, 7, 8):  # first the weights of before, which undo the load
         policy.set(update)
         collecting.update_policy_weights_()
         assert tags(collecting) == [update, update]
@@ -68,14 +68,6 @@ def test_states_are_loaded_while_updates_come(collector, slots):
     assert tags(collecting) == [7, 7]
     collecting.load_state_dict(state)
     assert tags(collecting) == [5, 6]
-
-
-def test_an_update_with_the_weights_of_before_undoes_a_load(collector):
-    policy = Tagged(1)
-    collecting = collector(policy)
-    collecting.load_state_dict(with_weights(collecting.state_dict(), 5, 6))
-    collecting.update_policy_weights_()
-    assert tags(collecting) == [1, 1]
 
 
 def test_a_partial_update_after_a_load_brings_everything(collector):
@@ -113,10 +105,9 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("slots", [1, 2])
-def test_a_wrong_shape_half_way_through_changes_nothing_anywhere(collector, form, slots):
+def test_a_wrong_shape_half_way_through_changes_nothing_anywhere(collector, form):
     policy = Tagged(1)
-    collecting = collector(policy, scheme=ShmWeightSyncScheme(slots=slots))
+    collecting = collector(policy)  # with one slot, which workers use
     with pytest.raises(shmsync.ManifestMismatch, match=r"layers\.1 .*\(5,\)") as caught:
         collecting.update_policy_weights_(FORMS[form](policy))
     assert isinstance(caught.value, ValueError)
@@ -127,11 +118,3 @@ def test_a_wrong_shape_half_way_through_changes_nothing_anywhere(collector, form
     policy.set(2)
     collecting.update_policy_weights_()
     assert tags(collecting) == [2, 2]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
-def test_a_wrong_type_changes_nothing_either(collector, dtype):
-    collecting = collector(Tagged(1))
-    with pytest.raises(shmsync.ManifestMismatch, match=r"layers\.1"):
-        collecting.update_policy_weights_({"layers.0": torch.zeros(4), "layers.1": torch.zeros(4, dtype=dtype)})
-    assert tags(collecting) == [1, 1]

@@ -43,6 +43,10 @@ def start():
         yield start
 
 
+def pickled(scheme):
+    return pickle.loads(pickle.dumps(scheme))
+
+
 def tags_of(collecting):
     return seen(next(iter(collecting))).unique().tolist()
 
@@ -79,8 +83,7 @@ def test_a_scheme_that_was_shut_down_is_refused_before_a_process_is_started(star
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("copied", [copy.copy, lambda scheme: pickle.loads(pickle.dumps(scheme))])
-@pytest.mark.parametrize("shut", [False, True])
+@pytest.mark.parametrize(("copied", "shut"), [(copy.copy, False), (pickled, True)])
 def test_a_copy_of_a_used_scheme_is_a_fresh_one(start, kind, copied, shut):
     scheme = ShmWeightSyncScheme(timeout=20)
     collecting = start(kind, scheme)
@@ -100,15 +103,10 @@ def test_a_scheme_that_was_initialised_by_hand_goes_to_one_collector(start):
     scheme = ShmWeightSyncScheme()
     scheme.init_on_sender(model=Tagged(), devices=["cpu", "cpu"], model_id="policy")
     collecting = start(MultiSyncCollector, scheme)
+    assert scheme.initialized_on_sender and scheme.synchronized_on_sender
     refused(MultiSyncCollector, scheme, shmsync.ProtocolError, "belongs to another")
     collecting.update_policy_weights_(Tagged(2))
     assert tags_of(collecting) == [2]
-
-
-def test_whoever_asks_a_connected_scheme_is_told_the_truth(start):
-    scheme = ShmWeightSyncScheme()
-    start(MultiSyncCollector, scheme)
-    assert scheme.initialized_on_sender and scheme.synchronized_on_sender
 
 
 def test_with_a_scheme_it_is_shut_down_at_the_end():
@@ -124,11 +122,3 @@ def test_with_a_scheme_it_is_shut_down_at_the_end():
     ):
         with pytest.raises(shmsync.ClosedError, match="shut down"):
             call()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_fresh_scheme_for_each_of_two_collectors(start, kind):
-    one, other = start(kind, ShmWeightSyncScheme()), start(kind, ShmWeightSyncScheme())
-    one.update_policy_weights_(Tagged(1))
-    other.update_policy_weights_(Tagged(2))
-    assert (tags_of(one), tags_of(other)) == ([1], [2])

@@ -17,7 +17,7 @@ def linear(value=0.0):
 
 
 @pytest.mark.parametrize("options", [{}, {"slots": 2}, {"per_worker_weights": True}, {"checksum": True}], ids=str)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_updates_in_any_order(pair, seed, options):
     draw = random.Random(seed)
     if options.get("checksum"):
@@ -39,7 +39,9 @@ def test_updates_in_any_order(pair, seed, options):
             made.sender.send(None, chosen)
         elif step == "others":
             other = draw.randrange(1000, 2000)
-            made.sender.send(draw.choice([linear(other), linear(other).state_dict()]), chosen)
+            sent = linear(other)
+            made.sender.send(draw.choice([sent, sent.state_dict()]), chosen)
+            filled(sent, -1.0)  # it may change afterwards
         else:
             other = draw.randrange(2000, 3000)
             made.sender.send({worker: linear(other + worker) for worker in reached})

@@ -74,15 +74,14 @@ def sender():
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_version_is_counted_once(sender, kind, busy, slots):
+def test_each_version_is_counted_once(sender, kind, slots):
     scheme = sender(Tagged(), slots=slots)
     with serving(kind, scheme) as (server, client):
         for update in range(1, 6):
             scheme.send(Tagged(update))
             assert server.policy_version == update
-            if busy:
+            if update > 2:  # before, it has no requests
                 found = client(REQUEST.clone())
                 assert int(found["tag"]) == int(found["policy_version"]) == update
         stats = server.stats()

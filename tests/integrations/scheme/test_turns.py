@@ -38,17 +38,6 @@ def alarm():
         yield ring
 
 
-def test_a_second_thread_waits_for_its_turn(busy):
-    pair, end_forward = busy
-    first = Call(pair.sender.send, filled(Held(2, 2), 1))
-    until_waits(first, "send")
-    second = Call(pair.sender.send, filled(Held(2, 2), 2))
-    until_waits(second, "send")
-    end_forward()
-    assert second.result() == first.result() + 1
-    assert pair.weights("weight")[0].unique().tolist() == [2]
-
-
 def test_it_waits_no_longer_than_its_own_deadline(busy):
     pair, end_forward = busy
     first = Call(pair.sender.send, filled(Held(2, 2), 1))
@@ -77,21 +66,6 @@ def test_a_send_inside_a_send_of_the_same_thread_is_refused_at_once(busy, alarm)
     assert pair.sender.send(filled(Held(2, 2), 3)) == version + 1
 
 
-def test_an_interrupted_send_leaves_its_turn_to_the_next(busy, alarm):
-    pair, end_forward = busy
-
-    def interrupt():
-        raise KeyboardInterrupt
-
-    for _ in range(3):
-        alarm(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            pair.sender.send(filled(Held(2, 2), 1), timeout=math.inf)
-    end_forward()
-    pair.sender.send(filled(Held(2, 2), 5))
-    assert pair.weights("weight")[0].unique().tolist() == [5]
-
-
 def overrun(call, timeout):
     """Seconds that a call which raises TimeoutError or WorkerDied took beyond its timeout."""
     start = time.monotonic()
@@ -108,29 +82,27 @@ def test_a_worker_in_a_long_forward_holds_no_send_beyond_its_deadline(pair, in_f
     assert min(overruns) < 0.1
 
 
-@pytest.mark.parametrize("gone", [1, 4])
-def test_workers_that_leave_hold_no_send_beyond_its_deadline(pair, gone):
+def test_workers_that_leave_hold_no_send_beyond_its_deadline(pair):
     """Each closes its line, and its process lives on: here it is this one."""
     overruns = []
     for _ in range(3):
         made = pair(nn.Linear(2, 2), workers=5)
         made.sender.send(nn.Linear(2, 2))
-        for receiver in made.receivers[:gone]:
+        for receiver in made.receivers[:4]:
             receiver.shutdown()
         overruns.append(overrun(lambda timeout, made=made: made.sender.send(nn.Linear(2, 2), timeout=timeout), 0.0))
     assert min(overruns) < 0.1
 
 
-@pytest.mark.parametrize("timeout", [0.0, 0.3])
-def test_a_worker_that_leaves_during_a_send_does_not_prolong_it(pair, in_forward, timeout):
+def test_a_worker_that_leaves_during_a_send_does_not_prolong_it(pair, in_forward):
     overruns = []
     for _ in range(3):
         made = pair(Held(2, 2), workers=3, slots=2)
         made.sender.send(Held(2, 2), timeout=60)
         in_forward(made.models[0])
-        leaving = threading.Timer(max(0.0, timeout - 0.02), lambda made=made: made.receivers[1].shutdown())
+        leaving = threading.Timer(0.28, lambda made=made: made.receivers[1].shutdown())
         leaving.start()
-        overruns.append(overrun(lambda timeout, made=made: made.sender.send(Held(2, 2), timeout=timeout), timeout))
+        overruns.append(overrun(lambda timeout, made=made: made.sender.send(Held(2, 2), timeout=timeout), 0.3))
         leaving.join()
     assert min(overruns) < 0.1
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
 
 import pytest
 import torch
@@ -59,26 +58,6 @@ def test_interrupted_sends_lose_no_worker(pair):
         both.sender.send(filled(model, value))
         assert [w.mean().item() for w in both.weights("0.weight")] == [value, value]
     assert len(both.sender._sender.groups._groups) <= 2
-
-
-def test_loading_and_updating_at_once(pair):
-    model = filled(net(), 1)
-    both = pair(model)
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    done = threading.Event()
-
-    def load():
-        while not done.is_set():
-            both.models[0].load_state_dict(state)
-
-    loader = threading.Thread(target=load)
-    loader.start()
-    for value in range(2, 100):
-        both.sender.send(filled(model, value))
-    done.set()
-    loader.join()
-    both.sender.send(filled(model, 100))
-    assert [w.mean().item() for w in both.weights("0.weight")] == [100, 100]
 
 
 def test_a_workers_own_load_state_dict_lasts_until_the_next_update(pair):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from support.torchrl.parts import ask, tags
@@ -20,10 +19,9 @@ def weights(collecting):
     return [float(found["layers.1"][0]) for found in ask(collecting, "policy.read")]
 
 
-@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
-def test_workers_see_what_the_trainer_writes_before_any_update(collector, aliased, kind):
+def test_workers_see_what_the_trainer_writes_before_any_update(collector, aliased):
     policy = Tagged()
-    collecting = collector(policy, kind=kind, scheme=aliased)
+    collecting = collector(policy, scheme=aliased)
     for value in (1, 2):
         with torch.no_grad():
             policy.layers[1].fill_(value)
@@ -59,14 +57,6 @@ def test_an_update_counts_and_brings_buffers(collector, aliased):
         assert (batch["next", "policy_version"] == update).all()
 
 
-def test_weights_of_another_module_arrive_in_the_trainers_too(collector, aliased):
-    policy = Tagged()
-    collecting = collector(policy, scheme=aliased)
-    collecting.update_policy_weights_(Tagged(7))
-    assert tags(collecting) == [7, 7]
-    assert policy.layers[0].tolist() == [7] * 4  # it is one memory
-
-
 def test_tied_parameters(collector, aliased):
     policy = Acting(Tied())
     collecting = collector(policy, scheme=aliased)
@@ -91,14 +81,6 @@ def test_the_trainers_policy_outlives_the_collector(collector, aliased):
 def test_what_alias_cannot_be_combined_with_is_refused(options):
     with pytest.raises(ValueError, match="alias=True is one storage"):
         ShmWeightSyncScheme(alias=True, **options)
-
-
-def test_weights_for_some_workers_are_refused(collector, aliased):
-    collecting = collector(Tagged(), scheme=aliased)
-    with pytest.raises(ValueError, match="alias"):
-        collecting.update_policy_weights_(worker_ids=[0])
-    collecting.update_policy_weights_(Tagged(1))
-    assert tags(collecting) == [1, 1]
 
 
 @pytest.mark.full  # a collector of its own

@@ -7,7 +7,6 @@ import functools
 import pytest
 import torch
 from tensordict import TensorDict
-from torch import nn
 from torchrl.modules import RandomPolicy
 
 import shmsync
@@ -35,29 +34,6 @@ def test_a_model_and_devices_with_the_values_that_it_has_when_the_collector_is_m
     model.set(3)
     collecting.update_policy_weights_()
     assert tags(collecting) == [3, 3]
-
-
-def test_a_map_of_weights_for_each_worker(collector, scheme):
-    weights = {worker: TensorDict.from_module(Tagged(worker + 1)).data for worker in (0, 1)}
-    scheme.init_on_sender(params_map=weights)
-    collecting = collector(Tagged(), scheme=scheme)
-    assert tags(collecting) == [1, 2]
-    collecting.update_policy_weights_({1: Tagged(7)})
-    assert tags(collecting) == [1, 7]
-    collecting.update_policy_weights_(Tagged(8))
-    assert tags(collecting) == [8, 8]
-
-
-@pytest.mark.parametrize("source", ["weights", "model"])
-def test_a_function_that_makes_each_workers_weights(collector, scheme, source):
-    model = Tagged(1)
-    given = {"model": model} if source == "model" else {"weights": TensorDict.from_module(model).data}
-    scheme.init_on_sender(device_map_fn=lambda worker, td: td + 10 * worker, num_workers=2, model_id="policy", **given)
-    collecting = collector(Tagged(), scheme=scheme)
-    assert tags(collecting) == [1, 11]
-    model.set(2)
-    collecting.update_policy_weights_()
-    assert tags(collecting) == [2, 12]
 
 
 def test_a_factory_for_each_worker(collector):
@@ -129,9 +105,3 @@ def test_a_worker_that_the_trainer_does_not_expect_is_refused(collector, scheme)
     scheme.init_on_sender(model=Tagged(), devices=[CPU], model_id="policy")
     with pytest.raises(RuntimeError, match=r"worker_idx is 1, but the trainer expects workers \[0\]"):
         collector(Tagged(), scheme=scheme)
-
-
-def test_a_model_may_be_any_module(scheme):
-    scheme.init_on_sender(model=nn.Linear(2, 3), devices=[CPU], model_id="policy")
-    scheme.connect()
-    assert scheme.weights["weight"].shape == (3, 2)

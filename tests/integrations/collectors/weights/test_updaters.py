@@ -72,8 +72,13 @@ def tags_of(collecting):
     return set(tags(collecting))
 
 
-@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector, MultiAsyncCollector])
-@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        *((Collector, given) for given in GIVEN),
+        *((kind, "an instance") for kind in (MultiSyncCollector, MultiAsyncCollector)),
+    ],
+)
 def test_each_update_gets_to_the_workers(start, kind, given):
     collecting = start(kind, GIVEN[given]())
     updater = collecting.weight_updater
@@ -88,9 +93,8 @@ def test_each_update_gets_to_the_workers(start, kind, given):
     assert tags_of(collecting) == {5}
 
 
-@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
-def test_worker_ids_reach_the_updater(start, kind):
-    collecting = start(kind, IntoPolicy())
+def test_worker_ids_reach_the_updater(start):
+    collecting = start(MultiSyncCollector, IntoPolicy())
     collecting.update_policy_weights_(Tagged(1))
     collecting.update_policy_weights_(Tagged(2), worker_ids=[1])
     assert tags(collecting) == [1, 2]

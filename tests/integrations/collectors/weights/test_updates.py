@@ -12,8 +12,7 @@ from support.torchrl.parts import ask, tags
 from support.torchrl.policies import Tagged, seen
 
 
-@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
-@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize(("strategy", "slots"), [("tensordict", 1), ("state_dict", 2)])
 def test_each_strategy_and_number_of_slots_follows_a_row_of_updates(collector, strategy, slots):
     policy = Tagged()
     collecting = collector(policy, scheme=ShmWeightSyncScheme(strategy, slots=slots))
@@ -34,20 +33,15 @@ def test_an_update_by_keyword_and_by_model_id(collector):
     assert tags(collecting) == [9, 9]
 
 
-@pytest.mark.parametrize("form", ["tensordict", "dotted tensordict", "state dict"])
-def test_a_partial_update_changes_what_it_names(collector, form):
+def test_a_partial_update_changes_what_it_names(collector):
     collecting = collector(Tagged())
-    tensor = torch.full((4,), 3.0)
-    if form == "tensordict":
-        weights = TensorDict({"layers": {"1": tensor}})
-    elif form == "dotted tensordict":
-        weights = TensorDict({"layers.1": tensor})
-    else:
-        weights = {"layers.1": tensor}
-    collecting.update_policy_weights_(weights)
-    for found in ask(collecting, "policy.read"):
-        assert found["layers.1"].tolist() == [3, 3, 3, 3]
-        assert found["layers.0"].tolist() == [0, 0, 0, 0] and found["tag"].tolist() == [0]
+    first, second, third = (torch.full((4,), value) for value in (1.0, 2.0, 3.0))
+    for weights in (TensorDict({"layers": {"1": first}}), TensorDict({"layers.1": second}), {"layers.1": third}):
+        collecting.update_policy_weights_(weights)
+        (sent,) = TensorDict(weights).values(True, True)
+        for found in ask(collecting, "policy.read"):
+            assert torch.equal(found["layers.1"], sent)
+            assert found["layers.0"].tolist() == [0, 0, 0, 0] and found["tag"].tolist() == [0]
 
 
 def test_what_was_sent_stays_the_senders(collector):
@@ -79,18 +73,18 @@ def test_each_worker_can_get_weights_of_its_own(collector, per_worker_weights):
     assert tags(collecting) == [6, 6]
 
 
-@pytest.mark.parametrize("worker_ids", [1, [1], "cuda:3", torch.device("cuda:3"), ["cuda:3"], [torch.device("cuda:3")]])
-def test_worker_ids_choose_workers_by_index_and_by_device(collector, worker_ids):
-    policy = Tagged()
+def test_worker_ids_choose_workers_by_index_and_by_device(collector):
+    policy, device = Tagged(), torch.device("cuda:3")
     scheme = ShmWeightSyncScheme()
-    scheme.init_on_sender(model=policy, devices=[torch.device("cpu"), torch.device("cuda:3")], model_id="policy")
+    scheme.init_on_sender(model=policy, devices=[torch.device("cpu"), device], model_id="policy")
     collecting = collector(policy, scheme=scheme)
-    policy.set(1)
-    collecting.update_policy_weights_(worker_ids=worker_ids)
-    assert tags(collecting) == [0, 1]
-    policy.set(2)
+    for tag, worker_ids in enumerate((1, [1], "cuda:3", device, ["cuda:3"], [device]), 1):
+        policy.set(tag)
+        collecting.update_policy_weights_(worker_ids=worker_ids)
+        assert tags(collecting) == [0, tag], worker_ids
+    policy.set(9)
     collecting.update_policy_weights_(worker_ids=[0, 1])
-    assert tags(collecting) == [2, 2]
+    assert tags(collecting) == [9, 9]
 
 
 def test_workers_that_were_updated_alone_keep_following(collector):
@@ -111,27 +105,17 @@ def test_a_device_that_all_share_chooses_all(collector):
     assert tags(collecting) == [1, 1]
 
 
-@pytest.mark.parametrize("worker_ids", [2, [0, 2], "cuda:0", torch.device("meta"), -1, True])
-def test_an_unknown_worker_is_refused_and_nothing_is_sent(collector, worker_ids):
+def test_an_unknown_worker_is_refused_and_nothing_is_sent(collector):
     collecting = collector(Tagged())
-    with pytest.raises(ValueError, match="Worker|worker"):
-        collecting.update_policy_weights_(Tagged(1), worker_ids=worker_ids)
-    assert tags(collecting) == [0, 0]
-
-
-def test_an_update_for_nobody_does_nothing(collector):
-    collecting = collector(Tagged())
-    collecting.update_policy_weights_(Tagged(1), worker_ids=[])
+    for worker_ids in (2, [0, 2], "cuda:0", torch.device("meta"), -1, True):
+        with pytest.raises(ValueError, match="Worker|worker"):
+            collecting.update_policy_weights_(Tagged(1), worker_ids=worker_ids)
+    with pytest.raises(ValueError, match="Worker 5 not registered"):
+        collecting.update_policy_weights_({0: Tagged(1), 5: Tagged(2)})
+    collecting.update_policy_weights_(Tagged(1), worker_ids=[])  # for none of them
     assert tags(collecting) == [0, 0]
     collecting.update_policy_weights_(Tagged(2))
     assert tags(collecting) == [2, 2]
-
-
-def test_an_unknown_worker_in_a_dict_is_refused(collector):
-    collecting = collector(Tagged())
-    with pytest.raises(ValueError, match="Worker 5 not registered"):
-        collecting.update_policy_weights_({0: Tagged(1), 5: Tagged(2)})
-    assert tags(collecting) == [0, 0]
 
 
 def test_updates_may_come_from_several_threads(collector):

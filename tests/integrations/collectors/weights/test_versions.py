@@ -19,7 +19,7 @@ from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from support.torchrl import environments, parts, policies
 from support.torchrl.policies import Tagged, seen
 
-KINDS = [MultiSyncCollector, MultiAsyncCollector]
+BOTH = [(MultiSyncCollector, 1), (MultiAsyncCollector, 3)]  # with so many slots
 ENOUGH = 12  # updates
 
 
@@ -83,16 +83,14 @@ def collect(collecting, policy, check=true, enough=ENOUGH, update=None):
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize(("kind", "slots"), BOTH)
 def test_a_frame_gives_the_version_that_made_it(collector, kind, slots):
     policy = Tagged(pause=0.001)
     collecting = collector(policy, kind=kind, scheme=ShmWeightSyncScheme(slots=slots))
     assert len(collect(collecting, policy)) >= ENOUGH
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize(("kind", "slots"), BOTH)
 def test_no_forward_of_a_large_policy_sees_two_versions(collector, kind, slots):
     policy = Tagged(layers=20, size=100_000)
     collecting = collector(policy, kind=kind, scheme=ShmWeightSyncScheme(slots=slots), frames_per_batch=60)
@@ -109,19 +107,17 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_with_every_option(collector, kind, options):
+def test_with_every_option(collector, options):
     policy = Tagged(pause=0.001)
     scheme = ShmWeightSyncScheme(**options.get("scheme", {}))
-    collecting = collector(policy, kind=kind, **{**options, "scheme": scheme})
+    collecting = collector(policy, **{**options, "scheme": scheme})
     assert len(collect(collecting, policy)) >= ENOUGH
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_policy_that_is_a_plain_module(collector, kind):
+def test_a_policy_that_is_a_plain_module(collector):
     policy = policies.PlainTagged(pause=0.001)
-    assert len(collect(collector(policy, kind=kind), policy, true_actions)) >= ENOUGH
+    assert len(collect(collector(policy), policy, true_actions)) >= ENOUGH
 
 
 def test_with_whole_trajectories(collector):
@@ -134,7 +130,7 @@ def test_with_whole_trajectories(collector):
     assert len(collect(collecting, policy, check)) >= ENOUGH
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 def test_running_free_into_a_replay_buffer(collector, kind):
     policy = Tagged(pause=0.001)
     buffer = ReplayBuffer(storage=LazyTensorStorage(100_000), shared=True, batch_size=1)
@@ -151,10 +147,9 @@ def test_running_free_into_a_replay_buffer(collector, kind):
     assert len(true(frames)) >= 5
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_while_workers_part_and_meet_again(collector, kind):
+def test_while_workers_part_and_meet_again(collector):
     """Each worker's weights are the number of updates that it got."""
-    collecting = collector(Tagged(pause=0.001), kind=kind)
+    collecting = collector(Tagged(pause=0.001), kind=MultiAsyncCollector)
     counts = [0, 0]
 
     def update(number):
@@ -166,10 +161,10 @@ def test_while_workers_part_and_meet_again(collector, kind):
     assert len(collect(collecting, None, update=update)) >= ENOUGH
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_while_extra_state_grows_and_workers_move_with_it(collector, kind):
+@pytest.mark.parametrize(("kind", "slots"), BOTH)
+def test_while_extra_state_grows_and_workers_move_with_it(collector, kind, slots):
     policy = policies.Acting(policies.Remembering())
-    collecting = collector(policy, kind=kind)
+    collecting = collector(policy, kind=kind, scheme=ShmWeightSyncScheme(slots=slots))
 
     def update(number):
         policy.module.write("x" * (1 << min(number, 18)))
@@ -194,28 +189,6 @@ def test_while_another_model_is_updated_as_often(collector):
         return true(frames)
 
     assert len(collect(collecting, policy, check, update=update)) >= ENOUGH
-
-
-def test_an_update_before_each_batch(collector):
-    policy = Tagged()
-    collecting = collector(policy, update_at_each_batch=True)
-    batches = iter(collecting)
-    for update in (1, 2, 3):
-        policy.set(update)
-        assert true(next(batches)) == {update}
-
-
-def test_several_updates_between_two_batches_are_all_counted(collector):
-    policy = Tagged()
-    collecting = collector(policy)
-    batches = iter(collecting)
-    sent = 0
-    for updates in (0, 1, 2, 5):
-        for _ in range(updates):
-            sent += 1
-            policy.set(sent)
-            collecting.update_policy_weights_()
-        assert true(next(batches)) == {sent}
 
 
 def test_versions_go_on_when_workers_part_and_meet(collector):
