@@ -4,34 +4,15 @@ from __future__ import annotations
 
 import re
 import signal
-from pathlib import Path
 
 import pytest
 
-import shmsync
 from support.processes import until
-from support.programs.programs import Example
-
-EXAMPLES = Path(shmsync.__file__).parent / "examples"
-
-
-@pytest.fixture
-def run(tmp_path):
-    """run(script, *options) starts an example."""
-    started = []
-
-    def start(script, *options):
-        started.append(Example(tmp_path, str(EXAMPLES / script), *options))
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.kill()
 
 
 @pytest.mark.full  # `make test` runs the README's first example, in test_quickstart.py
-def test_raw_loop_delivers_the_last_version(run):
-    output = run("raw_loop.py").end()
+def test_raw_loop_delivers_the_last_version(run_example):
+    output = run_example("raw_loop.py").end()
     # Two workers write to one pipe: their lines may run together.
     ends = re.findall(r"(worker \d|trainer): 4\.00 at version 200", output)
     assert sorted(ends) == ["trainer", "worker 0", "worker 1"], output
@@ -43,8 +24,8 @@ class TestCleanRL:
         pytest.importorskip("gymnasium", reason="the example needs gymnasium, which shmsync[demo] brings")
 
     @pytest.mark.slow
-    def test_it_learns_while_workers_act(self, run):
-        output = run("cleanrl_ppo_async.py", "--target-return", "195", "--total-timesteps", "200000").end()
+    def test_it_learns_while_workers_act(self, run_example):
+        output = run_example("cleanrl_ppo_async.py", "--target-return", "195", "--total-timesteps", "200000").end()
         end = dict(re.findall(r"(\w+)=([\d.]+)", output.splitlines()[-1]))
         assert float(end["episodic_return"]) >= 195, output
         assert int(end["versions"]) > 15, output
@@ -52,8 +33,10 @@ class TestCleanRL:
 
     @pytest.mark.full  # `make test` kills an actor of the demo
     @pytest.mark.parametrize("killed", [1, 2])
-    def test_it_goes_on_without_killed_workers_but_not_without_any(self, run, killed):
-        example = run("cleanrl_ppo_async.py", "--target-return", "0", "--total-timesteps", "20000", "--log-every", "1")
+    def test_it_goes_on_without_killed_workers_but_not_without_any(self, run_example, killed):
+        example = run_example(
+            "cleanrl_ppo_async.py", "--target-return", "0", "--total-timesteps", "20000", "--log-every", "1"
+        )
         example.read_until("lag=")
         until(lambda: len(example.workers()) == 2)
         for worker in example.workers()[:killed]:
@@ -76,8 +59,8 @@ class TestStableBaselines3:
         return {int(version): (int(steps), float(mean), names) for version, steps, mean, names in rows}
 
     @pytest.mark.slow
-    def test_versions_are_judged_while_training_goes_on(self, run):
-        example = run("sb3_evaluators.py", "--timesteps", "12000")
+    def test_versions_are_judged_while_training_goes_on(self, run_example):
+        example = run_example("sb3_evaluators.py", "--timesteps", "12000")
         example.read_until("2 evaluators are playing")
         stopped = example.workers()[0]
         stopped.send_signal(signal.SIGSTOP)  # training does not even wait for an evaluator that stands still
@@ -93,8 +76,8 @@ class TestStableBaselines3:
         assert f"end: {max(table)} versions published" in output
 
     @pytest.mark.full
-    def test_it_ends_without_a_killed_evaluator(self, run):
-        example = run("sb3_evaluators.py", "--timesteps", "4000")
+    def test_it_ends_without_a_killed_evaluator(self, run_example):
+        example = run_example("sb3_evaluators.py", "--timesteps", "4000")
         example.read_until("2 evaluators are playing")
         example.workers()[0].kill()
         output = example.end()
@@ -110,8 +93,10 @@ class TestLeagues:
             pytest.importorskip(module, reason=f"the examples need {module}, which shmsync[test] brings")
 
     @pytest.mark.full  # half a minute of training
-    def test_a_worker_attaches_to_few_of_many_opponents(self, run):
-        output = run("self_play.py", "--rounds", "40", "--opponents", "40", "--attached", "3", "--games", "32").end()
+    def test_a_worker_attaches_to_few_of_many_opponents(self, run_example):
+        output = run_example(
+            "self_play.py", "--rounds", "40", "--opponents", "40", "--attached", "3", "--games", "32"
+        ).end()
         untrained, trained = map(int, re.search(r"random player: (\d+)% untrained, (\d+)% trained", output).groups())
         assert trained >= untrained + 10, output
         assert "\n40 opponents exist;" in output
@@ -122,8 +107,8 @@ class TestLeagues:
             assert int(descriptors) < 40, output  # those of opponents that it has dropped are closed
 
     @pytest.mark.full  # a program of half a minute, as the next one
-    def test_self_play_ends_when_a_worker_is_killed(self, run):
-        example = run("self_play.py", "--opponents", "10")
+    def test_self_play_ends_when_a_worker_is_killed(self, run_example):
+        example = run_example("self_play.py", "--opponents", "10")
         example.read_until("^round 20:")
         example.workers()[0].kill()
         example.end(code=1)
@@ -131,8 +116,8 @@ class TestLeagues:
         assert "a worker has died" in errors and "killed by SIGKILL" in errors, errors
 
     @pytest.mark.full  # half a minute of training
-    def test_a_bad_learner_copies_a_good_one_and_so_does_one_that_was_killed(self, run):
-        example = run("population.py", "--generations", "14")
+    def test_a_bad_learner_copies_a_good_one_and_so_does_one_that_was_killed(self, run_example):
+        example = run_example("population.py", "--generations", "14")
         pids = [int(pid) for pid in re.findall(r"pid (\d+)", example.read_until("^learners:"))]
         example.read_until("^generation 8:")
         assert "takes over" in example.output
@@ -146,8 +131,8 @@ class TestLeagues:
 
 
 @pytest.mark.full
-def test_ppo_with_the_collector_learns(run):
-    output = run("collector_ppo.py", "--total-frames", "30000", "--num-workers", "2").end()
+def test_ppo_with_the_collector_learns(run_example):
+    output = run_example("collector_ppo.py", "--total-frames", "30000", "--num-workers", "2").end()
     rows = re.findall(r"(\d+) frames .* version +(\d+) .* episodes +([\d.]+)", output)
     frames, version, mean_return = rows[-1]
     assert int(frames) >= 30_000 and int(version) == len(rows) + 1  # one for the start, one for each batch
@@ -155,8 +140,8 @@ def test_ppo_with_the_collector_learns(run):
 
 
 @pytest.mark.full
-def test_ppo_with_torchrl_learns(run):
-    output = run("torchrl_ppo.py", "--total-frames", "20000").end()
+def test_ppo_with_torchrl_learns(run_example):
+    output = run_example("torchrl_ppo.py", "--total-frames", "20000").end()
     rows = re.findall(r"(\d+) frames, mean return ([\d.]+), policy version (\d+) to (\d+)", output)
     frames, mean_return, *_ = rows[-1]
     assert int(frames) == 20_000

@@ -17,7 +17,6 @@ import torch
 import shmsync
 from shmsync.memory.manifest import ELEMENT_BYTES
 from support import choice
-from support.weights import stamped
 
 HEAVY = {"torch", "tensordict", "numpy", "sympy", "torchrl", "gymnasium", "ray"}
 COMMANDS = [
@@ -120,12 +119,6 @@ def test_a_dtype_that_is_not_common_is_asked_of_torch():
     manifest = shmsync.memory.manifest.Manifest.of({("t",): torch.empty(3, dtype=getattr(torch, rare))})
     again = shmsync.memory.manifest.Manifest.from_json(manifest.to_json(), manifest.slot_bytes)
     assert (again, again.leaves[0].dtype, again.used_bytes) == (manifest, getattr(torch, rare), 3)
-
-
-def test_weights_are_published_and_read_by_names_that_came_late():
-    with shmsync.Publisher(stamped(1)) as pub, shmsync.attach(pub.handle) as sub:
-        assert isinstance(sub, shmsync.Subscriber)
-        assert isinstance(pub.stats().publish, shmsync.Latency)
 
 
 WORKER = """

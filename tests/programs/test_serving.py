@@ -20,7 +20,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from support.processes import PATIENCE, alive, until
+from support.processes import PATIENCE, until
 from support.programs.programs import Example
 
 safetensors = pytest.importorskip("safetensors.torch", reason="these files need shmsync[safetensors]")
@@ -186,7 +186,7 @@ def write_until_the_disk_is_full(path):
     assert "File too large" in done.stderr
 
 
-@pytest.mark.full  # the other one kills a server's worker
+@pytest.mark.full  # a third of a minute; test_publish_file.py has readers without a server
 def test_no_request_fails_or_mixes_versions_whatever_happens_to_the_file(serving, clients):
     path, publish, _, _ = serving
     save(path, 1)
@@ -217,20 +217,3 @@ def test_no_request_fails_or_mixes_versions_whatever_happens_to_the_file(serving
     all_have(asking, 31)
     assert len({session for session, _ in asking[0].answers}) == 2 and len(asking[0].answers) > seen
     assert [each.failed for each in asking] == [[]] * len(asking)
-
-
-def test_a_killed_server_worker_is_replaced_and_costs_the_requests_that_it_had(serving, clients):
-    path, publish, _, port = serving
-    save(path, 1)
-    command = publish()
-    asking = clients()
-    both = pids_of_both(port)
-    victim = asking[0].last["pid"]
-    os.kill(victim, signal.SIGKILL)
-    until(lambda: not alive(victim))
-    for value in range(2, 6):
-        save(path, value)
-        command.read_until(f"^version {value}")
-    all_have(asking, 5)
-    until(lambda: pid_of_one(port) not in {None, *both})
-    assert all(len(each.failed) <= 1 for each in asking)  # the one that was under way

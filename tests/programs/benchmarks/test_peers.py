@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from support.programs.benchmarks import BENCH, MACHINE, check_paste, run, say, statuses
+
 pytestmark = pytest.mark.full  # a benchmark's own code; each test starts it
-ROOT = Path(__file__).parents[3]
-BENCH = ROOT / "bench"
+ROOT = BENCH.parent
 PAGES = ("docs/performance.md", "docs/comparison.md")
 OURS, LOCK = "shmsync, publish(), slots=1", "share_memory(), a lock and a copy"
-
-
-def run(*arguments, cwd):
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=dict(os.environ), capture_output=True, text=True)
-
-
-def say(tmp_path, program):
-    """What a program prints that uses the contest's functions, in a separate process."""
-    (tmp_path / "program.py").write_text(f"import sys; sys.path.insert(0, {str(BENCH)!r})\n{program}")
-    done = run(tmp_path / "program.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def cell(peer, **values):
@@ -38,13 +22,10 @@ def cell(peer, **values):
     return {"peer": peer, "size": "1 MB in 14 tensors", "workers": 4, "trouble": "", **figures, **values}
 
 
-def earlier(tmp_path, *cells, **deaths):
+def earlier(tmp_path, *cells, name="earlier", **deaths):
     """The file of a run that gave these."""
-    machine = {
-        "processors": 2, "kernel": "6.18", "arch": "x86_64", "python": "3.11", "torch": "2.13", "load": 0.5,
-    }  # fmt: skip
-    path = tmp_path / "earlier.json"
-    found = {"machine": machine, "cells": cells, "deaths": deaths, "missing": {"Ray": "not installed: ray"}}
+    path = tmp_path / f"{name}.json"
+    found = {"machine": MACHINE, "cells": cells, "deaths": deaths, "missing": {"Ray": "not installed: ray"}}
     path.write_text(json.dumps(found))
     return path
 
@@ -120,13 +101,12 @@ print(json.dumps([heats(list(PEERS)), list(PEERS)]))
     assert [name for heat in heats for name in heat[1:]] == [name for name in names if name != OURS]
 
 
-@pytest.mark.parametrize(
-    ("trouble", "others", "status"), [("", "have it", 0), ("WRONG: x", "have it", 1), ("", "WRONG: have [1]", 1)]
-)
-def test_the_exit_status_says_whether_all_weights_were_right(tmp_path, trouble, others, status):
-    death = {"peer": OURS, "trouble": "", "seconds": 0.01, "raised": "", "others": others}
-    done = run(BENCH / "peers.py", "--from", earlier(tmp_path, cell(OURS, trouble=trouble), **{OURS: death}), cwd="/")
-    assert done.returncode == status, done.stderr
+def test_the_exit_status_says_whether_all_weights_were_right(tmp_path):
+    files = []
+    for trouble, others in (("WRONG: x", "have it"), ("", "WRONG: have [1]"), ("", "have it")):
+        death = {"peer": OURS, "trouble": "", "seconds": 0.01, "raised": "", "others": others}
+        files.append(earlier(tmp_path, cell(OURS, trouble=trouble), name=str(len(files)), **{OURS: death}))
+    assert statuses(tmp_path, "peers.py", files) == [1, 1, 0]
 
 
 def test_the_tables_are_pasted_between_their_marks_and_nothing_else_changes(tmp_path):
@@ -158,11 +138,7 @@ def test_the_tables_are_pasted_between_their_marks_and_nothing_else_changes(tmp_
         ],
     }
     for name in PAGES:
-        now = (tmp_path / name).read_text()
-        begin, end = "<!-- peers: begin -->\n", "<!-- peers: end -->\n"
-        assert [line for line in lines[name] if now.count(f"{line}\n") != 1] == []
-        assert now.partition(begin)[0] == before[name].partition(begin)[0]
-        assert now.partition(end)[2] == before[name].partition(end)[2]
+        check_paste((tmp_path / name).read_text(), before[name], "peers", [f"{line}\n" for line in lines[name]])
 
 
 def test_the_chart_is_drawn_when_all_of_its_bars_were_measured(tmp_path):

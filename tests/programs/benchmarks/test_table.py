@@ -3,46 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import psutil
 import pytest
 
 from support.processes import until
+from support.programs.benchmarks import BENCH, MACHINE, check_paste, run, say, statuses
 
-ROOT = Path(__file__).parents[3]
-BENCH = ROOT / "bench"
 SECTIONS = re.findall(r'^    "(\w+)": Section', (BENCH / "sections" / "__init__.py").read_text(), re.MULTILINE)
 SOON = ("calls", "lock")  # the others take longer
 REASONS = ("left out", "not installed")
 
 
-def run(*arguments, cwd, **environment):
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True)
-
-
-def say(tmp_path, program, **environment):
-    """What a program prints that uses the runner's functions, in a separate process."""
-    begin = f"import sys; sys.path.insert(0, {str(BENCH)!r})\n"
-    done = run("-c", begin + program, cwd=tmp_path, **environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def earlier(tmp_path, *rows):
+def earlier(tmp_path, *rows, name="earlier"):
     """The file of a run that gave these rows."""
-    machine = {
-        "processors": 2, "kernel": "6.18", "arch": "x86_64", "python": "3.11", "torch": "2.13", "load": 0.5,
-        "others_busy": (0.0, 0.1), "seconds": 500.0,
-    }  # fmt: skip
-    path = tmp_path / "earlier.json"
-    path.write_text(json.dumps({"machine": machine, "rows": rows}))
+    path = tmp_path / f"{name}.json"
+    path.write_text(json.dumps({"machine": MACHINE, "rows": rows}))
     return path
 
 
@@ -86,6 +64,11 @@ def rows(clock):
     yield Row("first", (1.0, 2.0), check="ok")
     raise RuntimeError("what went wrong")
 """
+FAILURES = {  # modules of sections, and how the last row of each says why it has failed
+    "broken": (BROKEN, "RuntimeError: what went wrong"),
+    "empty": ("def rows(clock): return iter(())", "it gave no row"),
+    "dying": ("import os\ndef rows(clock): os.kill(os.getpid(), 11)", "exit status -11, without a word"),
+}
 STUCK = """
 import subprocess, sys, threading
 from pathlib import Path
@@ -98,59 +81,54 @@ def rows(clock):
     threading.Event().wait()
 """
 RUN = """
-from common import machine  # PATIENCE is put before this, in seconds
+from common import machine  # PATIENCE, in seconds, and MODULES are put before this
 from sections import Section
 from table import run
 machine.adopt_orphans()
-for row in run("odd", Section("an odd one", "odd", 1), 1, patience=PATIENCE):
-    print(row.what, row.trouble, row.is_bad, sep="; ")
+for module in MODULES:
+    for row in run("odd", Section(module, module, 1), 1, patience=PATIENCE):
+        print(row.what, row.trouble, row.is_bad, sep="; ")
 """
 
 
 def test_a_section_that_fails_is_a_row_that_says_why_and_keeps_what_it_had(tmp_path):
-    (tmp_path / "odd.py").write_text(BROKEN)
-    said = say(tmp_path, "PATIENCE = 200\n" + RUN, PYTHONPATH=str(tmp_path)).splitlines()
-    assert said == ["first; ; False", "an odd one; failed: RuntimeError: what went wrong; True"]
-
-
-@pytest.mark.parametrize(
-    ("program", "why"),
-    [
-        ("def rows(clock): return iter(())", "it gave no row"),
-        ("import os\ndef rows(clock): os.kill(os.getpid(), 11)", "exit status -11, without a word"),
-    ],
-)
-def test_a_section_that_says_nothing_is_a_failure(tmp_path, program, why):
-    (tmp_path / "odd.py").write_text(program)
-    assert say(tmp_path, "PATIENCE = 200\n" + RUN, PYTHONPATH=str(tmp_path)) == f"an odd one; failed: {why}; True\n"
+    for name, (program, _) in FAILURES.items():
+        (tmp_path / f"{name}.py").write_text(program)
+    program = f"PATIENCE, MODULES = 200, {list(FAILURES)}\n{RUN}"
+    said = say(tmp_path, program, PYTHONPATH=str(tmp_path)).splitlines()
+    assert said == ["first; ; False", *(f"{name}; failed: {why}; True" for name, (_, why) in FAILURES.items())]
 
 
 @pytest.mark.full  # a third of a minute
 def test_a_section_without_end_is_ended_with_all_that_it_started(tmp_path):
     child = tmp_path / "child"
-    (tmp_path / "odd.py").write_text(STUCK.format(path=str(child)))
-    said = say(tmp_path, "PATIENCE = 20\n" + RUN, PYTHONPATH=str(tmp_path)).splitlines()
-    assert said == ["first; ; False", "an odd one; failed: no end after 20 s; True"]
+    (tmp_path / "stuck.py").write_text(STUCK.format(path=str(child)))
+    said = say(tmp_path, f"PATIENCE, MODULES = 20, ['stuck']\n{RUN}", PYTHONPATH=str(tmp_path)).splitlines()
+    assert said == ["first; ; False", "stuck; failed: no end after 20 s; True"]
     until(lambda: not psutil.pid_exists(int(child.read_text())))
 
 
-@pytest.mark.parametrize(
-    ("trouble", "status"), [({"trouble": "failed: x"}, 1), ({"check": "WRONG: 1"}, 1), ({"check": ""}, 1), ({}, 0)]
-)
-def test_the_exit_status_says_whether_all_rows_are_good(tmp_path, trouble, status):
-    done = run(BENCH / "table.py", "--from", earlier(tmp_path, row(**trouble)), cwd=tmp_path)
-    assert done.returncode == status, done.stderr
-    assert "publish" in done.stdout
+def test_the_exit_status_says_whether_all_rows_are_good(tmp_path):
+    troubles = {"failed": {"trouble": "failed: x"}, "wrong": {"check": "WRONG: 1"}, "unchecked": {"check": ""}}
+    files = {name: earlier(tmp_path, row(**trouble), name=name) for name, trouble in troubles.items()}
+    done = run(BENCH / "table.py", "--from", files["failed"], cwd=tmp_path)
+    assert done.returncode == 1 and "publish" in done.stdout
+    assert statuses(tmp_path, "table.py", [*files.values(), earlier(tmp_path, row())]) == [1, 1, 1, 0]
 
 
-@pytest.mark.parametrize(
-    ("aim", "met"),
-    [("0.5 x", True), ("0.4 x", False), (">= 0.5 x", True), (">= 1 x", False), ("2 us", True), ("1.5 us", False),
-     ("+ 0 us", True), ("p99 0.004 ms", True), ("p99 0.002 ms", False), ("1 x, 1 us", False), ("what changed", None)],
-)  # fmt: skip
-def test_a_missed_aim_is_bold(tmp_path, aim, met):
-    done = run(BENCH / "table.py", "--from", earlier(tmp_path, row(aim=aim)), cwd=tmp_path)
-    assert ("**0.50 / 0.75**" in done.stdout) == (met is False)
+AIMS = {
+    "0.5 x": True, "0.4 x": False, ">= 0.5 x": True, ">= 1 x": False, "2 us": True, "1.5 us": False, "+ 0 us": True,
+    "p99 0.004 ms": True, "p99 0.002 ms": False, "1 x, 1 us": False, "what changed": None,
+}  # fmt: skip
+
+
+def test_a_missed_aim_is_bold(tmp_path):
+    rows = [row(what=f"aim: {aim}", aim=aim) for aim in AIMS]
+    done = run(BENCH / "table.py", "--from", earlier(tmp_path, *rows), cwd=tmp_path)
+    found = {aim: next(line for line in done.stdout.splitlines() if f"aim: {aim} |" in line) for aim in AIMS}
+    assert {aim: "**0.50 / 0.75**" in line for aim, line in found.items()} == {
+        aim: met is False for aim, met in AIMS.items()
+    }
 
 
 @pytest.fixture
@@ -158,7 +136,7 @@ def pages(tmp_path):
     """The folder of a copy of the two pages with tables."""
     (tmp_path / "docs").mkdir()
     for name in ("README.md", "docs/performance.md"):
-        shutil.copy(ROOT / name, tmp_path / name)
+        shutil.copy(BENCH.parent / name, tmp_path / name)
     return tmp_path
 
 
@@ -197,20 +175,13 @@ def test_the_tables_are_pasted_between_their_marks_and_nothing_else_changes(page
     for _ in range(2):  # the second time replaces what the first has written
         done = run(BENCH / "table.py", "--docs", "--root", pages, "--from", found, cwd=pages)
         assert done.returncode == 0, done.stderr
-    for name, mark, line in (
-        (
-            "README.md",
-            "headlines",
-            "| 100 MB to any number of readers, `publish()` with one thread | 2 µs | memcpy: 4 µs | 0.50 |",
-        ),
-        ("README.md", "headlines", '| 100 MB to 4 Ray actors of a node, `fan_out="node"` | not measured in this run |'),
-        ("docs/performance.md", "table", "| another | not installed: ray |"),
-    ):
-        now = (pages / name).read_text()
-        begin, end = f"<!-- {mark}: begin -->\n", f"<!-- {mark}: end -->\n"
-        assert now.count(line) == 1
-        assert now.partition(begin)[0] == before[name].partition(begin)[0]
-        assert now.partition(end)[2] == before[name].partition(end)[2]
+    headlines = [
+        "| 100 MB to any number of readers, `publish()` with one thread | 2 µs | memcpy: 4 µs | 0.50 |",
+        '| 100 MB to 4 Ray actors of a node, `fan_out="node"` | not measured in this run |',
+    ]
+    table = ["| another | not installed: ray |"]
+    for name, mark, lines in (("README.md", "headlines", headlines), ("docs/performance.md", "table", table)):
+        check_paste((pages / name).read_text(), before[name], mark, lines)
 
 
 def test_a_page_without_marks_is_refused_by_name(pages):

@@ -16,9 +16,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
 from support.processes import until
+from support.programs.programs import members
 
 BLOCK = re.compile(
     r"(?P<loose><!-- numbers differ -->\n+)?^```(?P<kind>[\w-]+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$",
@@ -107,15 +106,3 @@ class Reader:
             for process in members(shell.pid):
                 process.send_signal(signal.SIGKILL)
             shell.wait()
-
-
-def members(session: int) -> list[psutil.Process]:
-    """The living processes of a session."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            pass
-    return found
