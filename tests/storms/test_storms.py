@@ -13,14 +13,20 @@ from support.choice import first
 from support.storms import storm
 
 HERE = ["shared-memory", "engine"]
-VARIANTS = ["engine-device", "shared-memory-3", "groups", "multiprocess", "collector"]
-AFAR = ["ray", "ray-fan-out", "ray-module", "rpc", "rpc-fan-out", "distributed", "distributed-fan-out"]
+VARIANTS = ["engine-device", "shared-memory-3", "groups", "multiprocess", "collector", "torchrl"]
+AFAR = ["ray", "rpc", "distributed"]
+RELAYED = ["ray-fan-out", "ray-module", "rpc-fan-out", "distributed-fan-out"]  # `make soak` has them too
 # The module, and the extra of shmsync that brings it.
 NEEDS = {"ray": ("ray", "ray"), "collector": ("gymnasium", "collectors"), "torchrl": ("torchrl", "torchrl")}
 
 
 @pytest.mark.parametrize(
-    "name", [*first(HERE), *(pytest.param(each, marks=pytest.mark.full) for each in [*VARIANTS, *AFAR, "torchrl"])]
+    "name",
+    [
+        *first(HERE),
+        *(pytest.param(each, marks=pytest.mark.full) for each in [*VARIANTS, *AFAR]),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in RELAYED),
+    ],
 )
 def test_a_storm_breaks_no_promise(name, request):
     module, extra = NEEDS.get(name.partition("-")[0], (None, None))

@@ -13,6 +13,7 @@ import random
 import resource
 import signal
 import time
+from functools import partial
 from typing import NamedTuple
 
 import shmsync
@@ -83,10 +84,9 @@ def decide(seed: int, number: int) -> Step:
 class EngineStorm:
     """`step()` makes one call of the publisher. `device`: all arenas lie on a simulated one."""
 
-    device = False
-
-    def __init__(self, sky):
+    def __init__(self, sky, *, device=False):
         self.sky, self.judge, self.counts = sky, sky.judge, sky.counts
+        self.device = device
         self._context = fork_server()
         self._name = f"storm-{os.getpid()}-{sky.seed}"
         self._hand = Hand(self._act)
@@ -335,12 +335,6 @@ class EngineStorm:
         segment_path(self._name).unlink(missing_ok=True)
 
 
-class DeviceStorm(EngineStorm):
-    """The same on a simulated device."""
-
-    device = True
-
-
 def limited(pid, what, limit):
     """It may have no more than this, for a moment."""
     try:
@@ -354,4 +348,4 @@ def limited(pid, what, limit):
         pass
 
 
-ENGINES = {"engine": EngineStorm, "engine-device": DeviceStorm}
+ENGINES = {"engine": EngineStorm, "engine-device": partial(EngineStorm, device=True)}

@@ -96,16 +96,9 @@ def send_now(pub, how, number, more, wait, timeout):
                     raise LookupError("in the middle of an update")
             return pub.version
         weights = Wide(number, more)
-        if how == "torn":  # a fault that the storm has to find
-            with torch.no_grad():
-                weights.leaves[2].copy_(leaf(number - 1, 2))
         if how == "mapping":
             weights = dict(weights.state_dict())
-        try:
-            return pub.publish(weights, wait=wait, timeout=timeout)
-        finally:
-            if how == "late":  # another one
-                time.sleep(timeout + 0.5)
+        return pub.publish(weights, wait=wait, timeout=timeout)
     except KeyboardInterrupt as error:
         raise InterruptedError("Ctrl-C") from error
 
