@@ -29,9 +29,9 @@ def test_updates_in_any_order(pair, seed, options):
     for _ in range(40):
         chosen = draw.choice([None, [0], [1, 2], [0, 1, 2], [2]])
         reached = range(workers) if chosen is None else chosen
-        step = draw.choice(["write", "others", "others by worker", "policy", "nothing", "nothing"])
-        if step == "write":
-            value += 1
+        step = draw.choice(["write", "write again", "others", "others by worker", "policy", "nothing", "nothing"])
+        if step.startswith("write"):
+            value += step == "write"  # the same values once more are no change
             filled(own, value)
         elif step == "policy":
             made.sender.send(own, chosen)
@@ -45,7 +45,7 @@ def test_updates_in_any_order(pair, seed, options):
         else:
             other = draw.randrange(2000, 3000)
             made.sender.send({worker: linear(other + worker) for worker in reached})
-        for worker in [] if step == "write" else reached:
+        for worker in [] if step.startswith("write") else reached:
             if step.startswith("others"):
                 have[worker], at_others[worker] = other + worker * (step != "others"), value
             elif step == "policy" or at_others[worker] != value:

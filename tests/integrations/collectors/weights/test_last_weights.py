@@ -65,64 +65,48 @@ def replace(policy, tag):
 WRITES = [fill, fill_data, fill_arrays, fill_in_inference, load, assign_data, replace]
 
 
-def given_to_the_collector(policy):
-    return {"policy": policy}, {}
+def of_the_scheme(start):
+    """Workers make their own policies; the scheme is given the trainer's."""
+    return lambda policy: ({"policy_factory": Tagged}, start(policy))
 
 
-def of_the_scheme(policy):
-    return {"policy_factory": Tagged}, {"model": policy, "devices": CPU}
+HOLDERS = {  # what a collector and a scheme are given
+    "the collector": lambda policy: ({"policy": policy}, {}),
+    "the scheme": of_the_scheme(lambda policy: {"model": policy, "devices": CPU}),
+    "the scheme, as tensors": of_the_scheme(lambda policy: {"weights": TensorDict.from_module(policy), "devices": CPU}),
+    "the scheme, for each worker": of_the_scheme(
+        lambda policy: {"params_map": dict.fromkeys((0, 1), TensorDict.from_module(policy))}
+    ),
+    "the scheme, through a map": of_the_scheme(
+        lambda policy: {"model": policy, "device_map_fn": lambda _, td: td.clone(), "num_workers": 2}
+    ),
+    "the collector, beside a factory": lambda policy: ({"policy": policy, "policy_factory": Tagged}, {}),
+    "a factory": lambda policy: ({"policy_factory": lambda: policy}, {}),
+    "a factory for each worker": lambda policy: ({"policy_factory": [lambda: policy, lambda *_: policy]}, {}),
+}
 
 
-def of_the_scheme_as_tensors(policy):
-    return {"policy_factory": Tagged}, {"weights": TensorDict.from_module(policy), "devices": CPU}
-
-
-def of_the_scheme_for_each_worker(policy):
-    return {"policy_factory": Tagged}, {"params_map": dict.fromkeys((0, 1), TensorDict.from_module(policy))}
-
-
-def of_the_scheme_through_a_map(policy):
-    return {"policy_factory": Tagged}, {"model": policy, "device_map_fn": lambda _, td: td.clone(), "num_workers": 2}
-
-
-def beside_a_factory(policy):
-    return {"policy": policy, "policy_factory": Tagged}, {}
-
-
-def made_by_a_factory(policy):
-    return {"policy_factory": lambda: policy}, {}
-
-
-def made_by_a_factory_for_each_worker(policy):
-    return {"policy_factory": [lambda: policy, lambda *_: policy]}, {}
-
-
-HOLDERS = [
-    given_to_the_collector, of_the_scheme, of_the_scheme_as_tensors, of_the_scheme_for_each_worker,
-    of_the_scheme_through_a_map, beside_a_factory, made_by_a_factory, made_by_a_factory_for_each_worker,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_last_weights_stay_until_the_policy_changes(collector, form):
+def test_the_last_weights_stay_until_the_policy_changes(collector):
     policy = Tagged()
     collecting = collector(policy)
-    for tag in (5, 7):
-        collecting.update_policy_weights_(FORMS[form](tag))
-        assert tags(collecting) == [tag, tag]  # before the update returns
-        for _ in range(2):
-            collecting.update_policy_weights_()
-            assert tags(collecting) == [tag, tag]
-    policy.set(9)
-    collecting.update_policy_weights_()
-    assert tags(collecting) == [9, 9]
-    assert seen(next(iter(collecting))).unique().tolist() == [9]
+    batches = iter(collecting)
+    for number, (name, form) in enumerate(FORMS.items(), 1):
+        for tag in (100 + number, 200 + number):
+            collecting.update_policy_weights_(form(tag))
+            assert tags(collecting) == [tag, tag], name  # before the update returns
+            for _ in range(2):
+                collecting.update_policy_weights_()
+                assert tags(collecting) == [tag, tag], name
+        policy.set(number)
+        collecting.update_policy_weights_()
+        assert tags(collecting) == [number, number], name
+        assert seen(next(batches)).unique().tolist() == [number]
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_whoever_holds_the_policy(collector, holder):
     policy = Tagged(3)
-    arguments, start = holder(policy)
+    arguments, start = HOLDERS[holder](policy)
     scheme = ShmWeightSyncScheme()
     if start:
         scheme.init_on_sender(model_id="policy", **start)
@@ -146,15 +130,6 @@ def test_every_way_to_change_the_policy_counts(collector):
         write(policy, tag)
         collecting.update_policy_weights_()
         assert tags(collecting) == [tag, tag], write
-
-
-def test_values_that_were_written_once_more_are_no_change(collector):
-    policy = Tagged()
-    collecting = collector(policy)
-    collecting.update_policy_weights_(Tagged(5))
-    policy.set(0)
-    collecting.update_policy_weights_()
-    assert tags(collecting) == [5, 5]
 
 
 def test_workers_with_policies_of_their_own_keep_their_last_weights(collector):
