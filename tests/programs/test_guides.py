@@ -1,4 +1,4 @@
-"""The tutorial and the guides, followed from their text alone, in an empty directory."""
+"""The tutorial and the guides, followed from their text alone, in an empty directory; every Python block runs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from support.jobs.engine import run_source
 from support.programs.pages import Reader, same, steps
 
 DOCS = Path(__file__).parents[2] / "docs"
+BLOCKS = [  # of the README and of docs/, without its guides
+    pytest.param(block, id=f"{page.stem} {number}")
+    for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    if "__main__" not in block  # needs a separate file: test_quickstart.py
+]
 
 
 # Its guide, how many commands it has, what it needs besides. Notebooks and containers have files of their own.
@@ -48,6 +55,11 @@ def test_a_guide_prints_what_it_shows(reader, name, commands, needed):
     if "\n$ patch " in page.read_text() and not shutil.which("patch"):
         pytest.skip("the guide needs patch: apt install patch")
     assert reader.follow(page) == commands
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_python_block_runs_as_it_stands(start, block):
+    start().call(run_source, block)
 
 
 def test_the_guide_to_leagues_shows_its_examples_as_they_are():
