@@ -1,4 +1,4 @@
-"""Little of everything: a small or full /dev/shm, few descriptors, little address space, a small cgroup."""
+"""Little room: a small or full /dev/shm, little address space, a small cgroup."""
 
 import os
 import subprocess
@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from support.choice import first
 
 COMMON = """
 import gc, os, resource, sys, threading
@@ -47,20 +45,18 @@ def fill():
 life(4)
 """
 
-ROOMS = {
-    "weights larger than /dev/shm": ("64m", """
+# In a /dev/shm of 4 MB with room for two entries.
+SMALL = """
 life(20_000_000)  # 2 x 80 MB: the weights lie in a memfd, not there
 assert state()[2] == []
-"""),
-    "full": ("4m", """
+
 fill()
 said = refused(lambda: life(4), shmsync.NoSpace)
 assert "/dev/shm" in said and "larger" in said, said
-os.truncate("/dev/shm/full", 0)
+os.unlink("/dev/shm/full")
 life(4)
-"""),
-    "filled while an arena is open": ("4m", """
-with shmsync.Publisher({"t": torch.ones(4)}) as pub:
+
+with shmsync.Publisher({"t": torch.ones(4)}) as pub:  # filled while an arena is open
     sub = shmsync.Subscriber(pub.name)
     fill()
     for value in range(2, 50):
@@ -68,13 +64,13 @@ with shmsync.Publisher({"t": torch.ones(4)}) as pub:
         assert sub.snapshot().weights["t"][0] == value
     shmsync.Subscriber(pub.name).close()
     sub.close()
-"""),
-    "no room for an entry": ("nr_inodes=3,size=4m", """
-with shmsync.Publisher({"t": torch.ones(4)}), shmsync.Publisher({"t": torch.ones(4)}):
+pub = sub = None  # which have their entry as long as they live
+os.unlink("/dev/shm/full")
+
+with shmsync.Publisher({"t": torch.ones(4)}), shmsync.Publisher({"t": torch.ones(4)}):  # no room for an entry
     refused(lambda: life(4), shmsync.NoSpace)
 life(4)
-"""),
-}  # fmt: skip
+"""
 
 
 def run(program, *before):
@@ -87,39 +83,9 @@ def run(program, *before):
     assert (done.returncode, done.stdout.strip()) == (0, "well"), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("what", first(ROOMS, 1))
-def test_a_small_dev_shm(what):
-    size, program = ROOMS[what]
-    options = size if "=" in size else f"size={size}"
-    mount = f'mount -t tmpfs -o {options} none /dev/shm || exit 77; exec "$@"'
-    run(program, "unshare", "-Urm", "sh", "-c", mount, "sh")
-
-
-@pytest.mark.full  # engine/faults/test_no_descriptors.py has each call
-def test_few_descriptors():
-    """64: as many arenas as fit, then a typed error; all of it is given back."""
-    run("""
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-before = state()
-life(4)
-held, said = [], None
-while said is None:
-    try:
-        pub = shmsync.Publisher({"t": torch.ones(4)})
-        held.append(pub)
-        held.append(shmsync.Subscriber(pub.handle))
-    except shmsync.NoSpace as error:
-        said = str(error)
-assert len(held) > 4 and "open files" in said, (len(held), said)
-with held[1].read() as section:  # those that are open need no more
-    assert section.weights["t"][0] == 1
-held[0].publish({"t": torch.zeros(4)})
-while held:
-    held.pop().close()
-pub = error = section = None
-assert state() == before, (before, state())
-life(4)
-""")
+def test_a_small_dev_shm():
+    mount = 'mount -t tmpfs -o nr_inodes=3,size=4m none /dev/shm || exit 77; exec "$@"'
+    run(SMALL, "unshare", "-Urm", "sh", "-c", mount, "sh")
 
 
 @pytest.mark.full  # a quarter of a minute
