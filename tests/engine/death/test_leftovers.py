@@ -13,7 +13,6 @@ from shmsync.engine.arena_writer import ArenaWriter
 from shmsync.memory.control import header, leftovers, segment
 from shmsync.schemes.remote.relay import Relay, RelayOptions
 from support.calls import in_forked_child
-from support.choice import first
 from support.jobs.engine import create_and_stall, open_arena, read
 from support.processes import segment_path, segments, until
 from support.weights import stamped
@@ -44,13 +43,11 @@ def make_some_publishers(gone):
 
 
 def test_a_crash_loop_leaves_one_segment(start):
-    pids = []
-    for _ in range(20):
-        trainer = start()
+    trainers = start(5)
+    for trainer in trainers:
         trainer.call(open_arena)
         trainer.kill()
-        pids.append(trainer.pid)
-    make_some_publishers(lambda: not any(segments(pid) for pid in pids))
+    make_some_publishers(lambda: not any(segments(trainer.pid) for trainer in trainers))
 
 
 def test_every_leftover_has_its_turn(dead, name):
@@ -65,38 +62,38 @@ def test_every_leftover_has_its_turn(dead, name):
 
 
 SMALL = """
-mount -t tmpfs -o size={size} none /dev/shm || exit 77
+mount -t tmpfs -o size=1m none /dev/shm || exit 77
 exec "$@"
 """
 
 CRASH_LOOP = """
 import os, sys
-import torch, shmsync
-from shmsync.memory.control import header, leftovers
-from shmsync.schemes.remote.relay import Relay, RelayOptions
-leftovers._MOMENT = float(sys.argv[1])
-for _ in range(40):
-    pid = os.fork()
-    if pid == 0:
-        try:
-            pub = shmsync.Publisher({"t": torch.ones(4)})
-        except BaseException as error:
-            print(repr(error), flush=True)
-            os._exit(1)
-        os.kill(os.getpid(), 9)
-    _, status = os.waitpid(pid, 0)
-    if os.waitstatus_to_exitcode(status) != -9:
-        sys.exit("a publisher of the loop was refused")
+import torch
+from shmsync import Publisher
+from shmsync.memory.control import leftovers
+for moment in (0.002, -1.0):
+    leftovers._MOMENT = moment
+    for _ in range(20):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                pub = Publisher({"t": torch.ones(4)})
+            except BaseException as error:
+                print(repr(error), flush=True)
+                os._exit(1)
+            os.kill(os.getpid(), 9)
+        _, status = os.waitpid(pid, 0)
+        if os.waitstatus_to_exitcode(status) != -9:
+            sys.exit("a publisher of the loop was refused")
 print("done", len(os.listdir("/dev/shm")))
 """
 
 
 @pytest.mark.full  # seconds of crashes; the tests around it sweep what one leaves
-@pytest.mark.parametrize("moment", first([0.002, -1.0]), ids=["each sweeps some", "swept when it is full"])
-def test_a_crash_loop_in_a_small_dev_shm(moment):
-    """Without a moment for it, everything is swept once there is no room left."""
-    command = ["unshare", "-Urm", "sh", "-c", SMALL.format(size="2m"), "sh", sys.executable, "-c", CRASH_LOOP]
-    done = subprocess.run([*command, str(moment)], capture_output=True, text=True, check=False)
+def test_a_crash_loop_in_a_small_dev_shm():
+    """There is room for eight. Without a moment for it, everything is swept once there is no room left."""
+    command = ["unshare", "-Urm", "sh", "-c", SMALL, "sh", sys.executable, "-c", CRASH_LOOP]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 77 or done.stderr.startswith("unshare"):
         pytest.skip(f"this system does not allow namespaces or mounts: {done.stderr.strip()}")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,6 +1,5 @@
 """Readers that are killed block no process, and publishes that wait for them name them."""
 
-import signal
 from math import inf as for_ever
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 import shmsync
 from shmsync.engine.write.acks import wait_for_acks
 from support.calls import Call
-from support.jobs.engine import apply_until, attach, detach, enter, look, read, read_for_ever
+from support.jobs.engine import apply_until, attach, detach, enter, look, read
 from support.processes import until
 from support.weights import stamped
 
@@ -50,33 +49,8 @@ def test_death_of_a_reader_is_noticed_by_a_waiting_publisher(attached, slots, wa
         assert pub.version == slots + 1
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_readers_killed_at_any_moment_hold_nobody_up(start, slots):
-    victims = start(4)
-    with (
-        shmsync.Publisher(stamped(1), slots=slots, timeout=for_ever) as pub,
-        shmsync.Subscriber(pub.handle, timeout=for_ever) as witness,
-    ):
-        version = 1
-        for victim in victims:
-            victim.call(attach, pub.handle)
-            victim.start(read_for_ever)
-        for victim in victims:
-            for _ in range(50):
-                version += 1
-                assert pub.publish(stamped(version)) == version
-            victim.kill()
-        for _ in range(5):
-            version += 1
-            pub.publish(stamped(version))
-            assert read(witness) == (version,) * 3
-        for victim in victims:
-            assert victim.process.exitcode == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("slots", [1, 2])
-def test_joiner_takes_over_the_row_of_a_killed_reader(attached, slots):
-    with shmsync.Publisher(stamped(1), slots=slots, max_readers=2, timeout=for_ever) as pub:
+def test_joiner_takes_over_the_row_of_a_killed_reader(attached):
+    with shmsync.Publisher(stamped(1), max_readers=2, timeout=for_ever) as pub:
         first = attached(pub, worker=1)
         second = attached(pub, worker=2)
         with pytest.raises(shmsync.ReaderTableFull):
@@ -91,9 +65,8 @@ def test_joiner_takes_over_the_row_of_a_killed_reader(attached, slots):
         assert second.call(look) == third.call(look) == (4, 4, 4)
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_joiner_takes_the_place_of_the_killed_worker_whose_index_it_has(attached, slots):
-    with shmsync.Publisher(stamped(1), slots=slots, timeout=for_ever) as pub:
+def test_joiner_takes_the_place_of_the_killed_worker_whose_index_it_has(attached):
+    with shmsync.Publisher(stamped(1), timeout=for_ever) as pub:
         alive = attached(pub, worker=1)
         victim = attached(pub, worker=2)
         other = attached(pub)

@@ -2,6 +2,8 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import product
 
 import pytest
 
@@ -9,7 +11,7 @@ import shmsync
 from shmsync import cli
 from shmsync.engine.publish_all import Publication, publish_all
 from support.jobs.engine import apply_until, attach, enter, leave, look, publish, read
-from support.weights import stamped
+from support.weights import stamp, stamped
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -97,17 +99,41 @@ def test_a_stopped_reader_is_told_from_a_busy_one(start):
         stopped.resume()
 
 
-@pytest.mark.parametrize("way", ["publish", "update", "several"])
-@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
-def test_a_stopped_reader_keeps_no_other_reader_out(start, way, consistency):
+def update(held, free):
+    with held.update(timeout=60) as weights:
+        stamp(weights, 2)
+
+
+def several(held, free):
+    both = [Publication(each._writer, stamped(2)) for each in (free, held)]
+    assert publish_all(both, 2, time.monotonic() + 60) == [2, 2]
+
+
+WAYS = {  # to write version 2 into the first of two arenas, and into the second where both are written
+    "publish": lambda held, free: held.publish(stamped(2), timeout=60),
+    "update": update,
+    "several": several,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_stopped_reader_keeps_no_other_reader_out(start, way):
     """Neither from its own arena, nor from one that is written together with it."""
     reader = start()
-    with shmsync.Publisher(stamped(1)) as held, shmsync.Publisher(stamped(1)) as free, ThreadPoolExecutor() as pool:
-        others = [shmsync.Subscriber(pub.handle, timeout=0.4, consistency=consistency) for pub in (held, free)]
+    with (
+        shmsync.Publisher(stamped(1)) as held,
+        shmsync.Publisher(stamped(1)) as free,
+        ThreadPoolExecutor() as pool,
+        ExitStack() as subscribers,
+    ):
+        others = {
+            subscribers.enter_context(shmsync.Subscriber(pub.handle, timeout=0.4, consistency=consistency)): pub
+            for pub, consistency in product((held, free), ("pinned", "optimistic"))
+        }
         reader.call(attach, held.handle, worker=3)
         reader.call(enter)
         reader.stop()
-        writing = pool.submit(write_by(way), held, free)
+        writing = pool.submit(WAYS[way], held, free)
         while not held._writer.side.close_request.waiting_thread and not writing.done():
             time.sleep(0.001)
         until = time.monotonic() + 1
@@ -118,26 +144,5 @@ def test_a_stopped_reader_keeps_no_other_reader_out(start, way, consistency):
         reader.resume()
         assert reader.call(leave) is False
         writing.result()
-        written = (2, 2, 2) if way == "several" else (1, 1, 1)
-        for other, expected in zip(others, [(2, 2, 2), written], strict=True):
-            assert read(other) == expected
-            other.close()
-
-
-def write_by(way):
-    """A function that writes version 2 into the first of two arenas, and into the second where it writes both."""
-
-    def update(held, free):
-        with held.update(timeout=60) as weights:
-            for leaf in weights.values(True, True):
-                leaf.fill_(2)
-
-    def several(held, free):
-        both = [Publication(each._writer, stamped(2)) for each in (free, held)]
-        assert publish_all(both, 2, time.monotonic() + 60) == [2, 2]
-
-    return {
-        "publish": lambda held, free: held.publish(stamped(2), timeout=60),
-        "update": update,
-        "several": several,
-    }[way]
+        for other, pub in others.items():
+            assert read(other) == ((2, 2, 2) if pub is held or way == "several" else (1, 1, 1))

@@ -145,15 +145,14 @@ def test_next_publisher_of_the_name_sweeps_a_dead_one(open_trainer, name):
     assert not segment_path(name).exists()
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_restarted_publisher_is_another_session(open_trainer, name, slots):
-    writer = open_trainer(3, slots=slots)
+def test_restarted_publisher_is_another_session(open_trainer, name):
+    writer = open_trainer(3)
     with shmsync.Subscriber(name) as sub:
         writer.stop()
         assert sub.publisher_alive  # it may go on
         writer.kill()
         assert not sub.publisher_alive
-        with shmsync.Publisher(stamped(9), name=name, slots=slots) as pub:
+        with shmsync.Publisher(stamped(9), name=name) as pub:
             for v in range(2, 6):
                 pub.publish(stamped(v))
             assert pub.handle != writer.handle
