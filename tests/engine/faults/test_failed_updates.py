@@ -58,9 +58,8 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
-def test_every_call_waits_for_the_repair_until_the_default_timeout(consistency, call):
+def test_every_call_waits_for_the_repair_until_its_deadline(consistency):
     with shmsync.Publisher(stamped(1)) as pub:
         fail_half_way(pub, "large")
         with (  # attaching does not wait
@@ -68,24 +67,15 @@ def test_every_call_waits_for_the_repair_until_the_default_timeout(consistency, 
             shmsync.Subscriber(pub.handle, timeout=0.05, consistency=consistency) as hasty,
         ):
             with pytest.raises(shmsync.Poisoned):
-                CALLS[call](hasty)
-            waiting = Call(CALLS[call], sub)
-            until_waits(waiting, "_try_again")
-            pub.publish(stamped(2))
-            assert waiting.result() == CALLS[call](hasty) == (2, 2, 2)
-
-
-@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
-def test_a_read_with_a_timeout_waits_for_the_repair(consistency):
-    with shmsync.Publisher(stamped(1)) as pub, shmsync.Subscriber(pub.handle, consistency=consistency) as sub:
-        fail_half_way(pub, "large")
-        with pytest.raises(shmsync.Poisoned):
-            read(sub, timeout=0.05)
-        reading = Call(read, sub, timeout=for_ever)
-        until_waits(reading, "_try_again")
-        pub.publish(stamped(2))
-        assert reading.result() == (2, 2, 2)
-        fail_half_way(pub, "large")
-        pub.close()
-        with pytest.raises(shmsync.Poisoned):  # nothing will repair it
-            read(sub, timeout=for_ever)
+                read(sub, timeout=0.05)
+            for version, call in enumerate(CALLS.values(), 2):
+                with pytest.raises(shmsync.Poisoned):
+                    call(hasty)
+                waiting = Call(call, sub)
+                until_waits(waiting, "_try_again")
+                pub.publish(stamped(version))
+                assert waiting.result() == call(hasty) == (version,) * 3
+                fail_half_way(pub, "large")
+            pub.close()
+            with pytest.raises(shmsync.Poisoned):  # nothing will repair it
+                read(sub, timeout=for_ever)

@@ -1,7 +1,10 @@
 """Names in /dev/shm of another user or program, or no segment: refused by each entry, harmed by none."""
 
+import contextlib
 import fcntl
+import itertools
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -32,11 +35,6 @@ def attach(name):
 
 def sweep(name):
     assert leftovers.sweep(name) is not None
-    raise shmsync.ArenaNotFound("it is said to be somebody's")
-
-
-def sweep_all(name):
-    leftovers.sweep_some(float("inf"))
 
 
 def list_all(name):
@@ -44,27 +42,21 @@ def list_all(name):
     assert cli.main(["list", "--json"]) == 0
 
 
-def inspect(name):
-    if cli.main(["inspect", name, "--interval", "0"]):
-        raise shmsync.ArenaNotFound("exit status")
-
-
-def export(name):
-    if cli.main(["export", name, "/nowhere/file"]):
-        raise shmsync.ArenaNotFound("exit status")
-
-
 def gc(name):
     assert cli.main(["gc", "--dry-run"]) == 0
     assert cli.main(["gc"]) == 0
 
 
-def doctor(name):
-    cli.main(["doctor"])
-
-
 REFUSE = (create, attach)
-SURVIVE = (sweep, sweep_all, list_all, inspect, export, gc, doctor)
+HARMLESS = {
+    "sweep": sweep,
+    "sweep all": lambda name: leftovers.sweep_some(float("inf")),
+    "list": list_all,
+    "inspect": lambda name: cli.main(["inspect", name, "--interval", "0"]),
+    "export": lambda name: cli.main(["export", name, "/nowhere/file"]),
+    "gc": gc,
+    "doctor": lambda name: cli.main(["doctor"]),
+}
 
 
 def state(path):
@@ -94,30 +86,21 @@ def needing(kinds):
 
 
 @pytest.mark.parametrize("kind", needing(KINDS))
-@pytest.mark.parametrize("entry", REFUSE, ids=lambda entry: entry.__name__)
-def test_who_creates_or_attaches_is_told(squat, name, kind, entry):
+def test_who_creates_or_attaches_is_refused_and_who_looks_or_sweeps_harms_nothing(squat, name, kind, capsys):
     path = squat(kind)
     before = state(path)
-    with pytest.raises((shmsync.ArenaNotFound, shmsync.ArenaExists, shmsync.ArenaCorrupt)) as caught:
-        entry(name)
-    assert name in str(caught.value)
-    assert state(path) == before
-
-
-@pytest.mark.parametrize("kind", needing(KINDS))
-@pytest.mark.parametrize("entry", SURVIVE, ids=lambda entry: entry.__name__)
-def test_who_looks_or_sweeps_harms_nothing(squat, name, kind, entry, capsys):
-    path = squat(kind)
-    before = state(path)
-    try:
-        entry(name)
-    except shmsync.ShmSyncError:
-        pass
-    said = capsys.readouterr()
-    assert "Traceback" not in said.err
-    assert state(path) == before
-    if entry in (list_all, gc):
-        assert name in said.out
+    for entry in REFUSE:
+        with pytest.raises((shmsync.ArenaNotFound, shmsync.ArenaExists, shmsync.ArenaCorrupt)) as caught:
+            entry(name)
+        assert name in str(caught.value), entry.__name__
+        assert state(path) == before, entry.__name__
+    for what, entry in HARMLESS.items():
+        with contextlib.suppress(shmsync.ShmSyncError):
+            entry(name)
+        said = capsys.readouterr()
+        assert "Traceback" not in said.err, what
+        assert state(path) == before, what
+        assert what not in ("list", "gc") or name in said.out
 
 
 def named(name):
@@ -144,14 +127,8 @@ def test_dry_run_says_what_gc_does(start, name, capsys):
             assert cli.main(["gc"]) == 0
             said = [line for line in capsys.readouterr().out.splitlines() if name in line]
             did = [line for line in said if ".dead" not in line]
-            assert [line.split(":")[0].split("(")[0] for line in did] == [
-                line.removeprefix("would ")
-                .replace("keep", "kept")
-                .replace("remove ", "removed ")
-                .split(":")[0]
-                .split("(")[0]
-                for line in would
-            ]
+            past = [line.replace("would keep", "kept").replace("would remove ", "removed ") for line in would]
+            assert [re.split("[:(]", line)[0] for line in did] == [re.split("[:(]", line)[0] for line in past]
             removed = [line for line in said if line not in did]  # [] if another publisher was quicker
             assert removed in ([], [f"removed {name}.dead (its publisher is dead, process {dead.pid})"])
             assert not segment_path(f"{name}.dead").exists()
@@ -162,22 +139,25 @@ def test_dry_run_says_what_gc_does(start, name, capsys):
             segment_path(f"{name}.dead").unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("odd", ["\x1b[2J", "a\nremoved b", " ", "é", "..", "-", "x" * 240], ids=ascii)
-def test_a_name_that_no_arena_has_is_not_shown(odd, capsys):
-    """It could be escape sequences for a terminal, or lines that look like ours."""
-    path = segment_path(odd)
-    path.write_bytes(b"\x01" * 4096)
+def test_names_that_no_arena_has_are_not_shown(capsys):
+    """They could be escape sequences for a terminal, or lines that look like ours."""
+    odd = ["\x1b[2J", "a\nremoved b", " ", "é", "..", "-", "x" * 240]
+    paths = [segment_path(each) for each in odd]
     try:
-        list_all(odd)
-        gc(odd)
+        for path in paths:
+            path.write_bytes(b"\x01" * 4096)
+        list_all("")
+        gc("")
         create(f"test-{os.getpid()}-beside")
         shown = capsys.readouterr().out
-        assert odd not in {line.partition(" ")[0] for line in shown.splitlines()}
-        if odd not in (" ", "-", ".."):  # these stand in the commands of other tests' arenas
-            assert odd not in shown
-        assert path.exists()
+        assert not set(odd) & {line.partition(" ")[0] for line in shown.splitlines()}
+        for each in odd:
+            if each not in (" ", "-", ".."):  # these stand in the commands of other tests' arenas
+                assert each not in shown
+        assert all(path.exists() for path in paths)
     finally:
-        path.unlink()
+        for path in paths:
+            path.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("mask", [0, 0o077, 0o777], ids=oct)
@@ -200,18 +180,18 @@ with shmsync.Publisher({"t": torch.ones(1)}) as pub:  # imports what it needs: a
     shmsync.Subscriber(pub.name).close()
     cli.main(["gc", "--dry-run"]), cli.main(["list"])
 os.setgroups([]); os.setgid(12345); os.setuid(12345)
-name, session = sys.argv[1], bytes.fromhex(sys.argv[2])
-for how in (name, shmsync.Handle(name, session)) if hasattr(shmsync, "Handle") else (name,):
+for name, session in zip(sys.argv[1::2], sys.argv[2::2]):
+    for how in (name, shmsync.Handle(name, bytes.fromhex(session))):
+        try:
+            shmsync.Subscriber(how, timeout=0.1)
+            sys.exit("a stranger is let in")
+        except shmsync.ArenaNotFound as error:
+            assert "uid 12345" in str(error), error
     try:
-        shmsync.Subscriber(how, timeout=0.1)
-        sys.exit("a stranger is let in")
-    except shmsync.ArenaNotFound as error:
-        assert "uid 12345" in str(error), error
-try:
-    shmsync.Publisher({"t": torch.ones(1)}, name=name)
-    sys.exit("a stranger has the name")
-except shmsync.ArenaExists as error:
-    assert name in str(error)
+        shmsync.Publisher({"t": torch.ones(1)}, name=name)
+        sys.exit("a stranger has the name")
+    except shmsync.ArenaExists as error:
+        assert name in str(error)
 assert cli.main(["gc"]) == 0 and cli.main(["gc", "--dry-run"]) == 0 and cli.main(["list"]) == 0
 with shmsync.Publisher({"t": torch.ones(1)}) as pub:
     shmsync.Subscriber(pub.name).close()
@@ -220,27 +200,29 @@ print("well")
 
 
 @needs_root
-@pytest.mark.parametrize("life", ["alive", "dead"])
-def test_another_user_is_refused_and_harms_nothing(open_trainer, name, life):
-    trainer = open_trainer()
-    held = None
-    if life == "dead":
-        held = os.open(segment_path(name), os.O_RDWR)
+def test_another_user_is_refused_and_harms_nothing(start, name):
+    """Neither an arena whose publisher lives, nor one whose publisher is dead."""
+    alive, dead = start(2)
+    names = name, f"{name}.dead"
+    handles = [trainer.call(open_arena, name=each) for trainer, each in zip((alive, dead), names, strict=True)]
+    with open(segment_path(names[1]), "r+b") as held:
         fcntl.flock(held, fcntl.LOCK_EX)  # so that no other publisher of this user removes it meanwhile
-        trainer.kill()
-    done = subprocess.run(
-        [sys.executable, "-c", STRANGERS_WAYS, name, trainer.handle.session.hex()],
-        capture_output=True, text=True, check=False, cwd="/", env={**os.environ, "HOME": "/tmp"},
-    )  # fmt: skip
-    if held is not None:
-        os.close(held)
+        dead.kill()
+        words = [word for handle in handles for word in (handle.name, handle.session.hex())]
+        done = subprocess.run(
+            [sys.executable, "-c", STRANGERS_WAYS, *words],
+            capture_output=True, text=True, check=False, cwd="/", env={**os.environ, "HOME": "/tmp"},
+        )  # fmt: skip
     assert (done.returncode, done.stderr.strip().splitlines()[-1:]) == (0, []), done.stderr
-    assert f"kept {name}: " in done.stdout and "well" in done.stdout
-    assert segment_path(name).exists()
+    assert "well" in done.stdout
+    for each in names:
+        assert f"kept {each}: " in done.stdout
+        assert segment_path(each).exists()
+    segment_path(names[1]).unlink()
 
 
 @needs_root
-@pytest.mark.parametrize("mode", [0o600, 0o644, 0o666, 0o777], ids=oct)
+@pytest.mark.parametrize("mode", [0o600, 0o666], ids=oct)
 def test_root_does_not_act_on_what_another_user_says(open_trainer, name, mode):
     """It may look at it, and remove it when its publisher is dead."""
     path = segment_path(name)
@@ -256,11 +238,10 @@ def test_root_does_not_act_on_what_another_user_says(open_trainer, name, mode):
     assert not path.exists()
 
 
-@pytest.mark.parametrize("mode", [0o620, 0o602, 0o622, 0o666], ids=oct)
-def test_who_could_have_written_a_segment_is_not_believed(name, mode):
+def test_who_could_have_written_a_segment_is_not_believed(name):
     with shmsync.Publisher(stamped(1), name=name) as pub:
-        segment_path(name).chmod(mode)
-        for how in (name, pub.handle):
+        for mode, how in itertools.product((0o620, 0o602), (name, pub.handle)):
+            segment_path(name).chmod(mode)
             with pytest.raises(shmsync.ArenaNotFound, match=f"{mode:04o}"):
                 shmsync.Subscriber(how, timeout=0.1)
         segment_path(name).chmod(0o600)

@@ -16,10 +16,6 @@ def fill_weights(state):
     state.sub.weights["large"].fill_(666)
 
 
-def write_through_numpy(state):
-    state.sub.weights["large"].numpy()[0] = 666
-
-
 def write_bound_parameter(state):
     with torch.no_grad():
         next(state.module.parameters()).add_(1)
