@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 
 import pytest
 
 import shmsync
-from support.choice import first
+from support.jobs.engine import run_with_stderr
 from support.processes import segment_path
 from support.weights import Net
+from support.worker import Gone
 
 pytestmark = pytest.mark.host_memory(reason="a device's memory cannot be mapped read-only")
 
 OURS = "shmsync: "
 PRELUDE = """
-import ctypes, faulthandler, os, signal, sys
+import ctypes, faulthandler, os, signal
 import torch
 import shmsync
 from support.weights import Net
-name = sys.argv[1]
 libc = ctypes.CDLL(None, use_errno=True)
 def elsewhere():
     ctypes.memset(64, 1, 1)
@@ -88,40 +86,43 @@ def arena(name):
     segment_path(f"{name}-own").unlink(missing_ok=True)  # of a publisher that was killed
 
 
-def died(arena, program, expected=-signal.SIGSEGV):
-    """Run it in a separate process; what it wrote to stderr."""
-    result = subprocess.run(
-        [sys.executable, "-c", PRELUDE + program, arena.name], capture_output=True, text=True, timeout=240, cwd="/"
-    )
-    assert result.returncode == expected, result.stderr
-    return result.stderr
+@pytest.fixture
+def died(start, arena, tmp_path):
+    """died(program, expected) -> what it wrote to stderr, in a separate process that ended so."""
+
+    def make(program, expected=-signal.SIGSEGV):
+        errors = tmp_path / "stderr"
+        with pytest.raises(Gone) as caught:
+            start().call(run_with_stderr, PRELUDE + program, arena.name, errors)
+        assert caught.value.exitcode == expected, errors.read_text()
+        return errors.read_text()
+
+    return make
 
 
 def lines_of_ours(stderr):
     return [line for line in stderr.splitlines() if OURS in line]
 
 
-@pytest.mark.parametrize("way", first(WAYS, 2))
-def test_a_write_into_read_only_weights_says_which_and_what_to_do(arena, way):
-    stderr = died(arena, WAYS[way], 78 if "fork" in way else -signal.SIGSEGV)
-    (line,) = lines_of_ours(stderr)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_write_into_read_only_weights_says_which_and_what_to_do(arena, died, way):
+    (line,) = lines_of_ours(died(WAYS[way], 78 if "fork" in way else -signal.SIGSEGV))
     own = way in PUBLISHERS_OWN
     assert f"arena '{arena.name}{'-own' if own else ''}'" in line
     assert "read-only" in line and "snapshot()" in line and "update()" in line
 
 
-@pytest.mark.parametrize("order", first(["before", "after"]))
-def test_faulthandler_still_prints_its_traceback(arena, order):
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_faulthandler_still_prints_its_traceback(died, order):
     attach, enable = "sub = shmsync.Subscriber(name)\n", "faulthandler.enable()\n"
     start = enable + attach if order == "before" else attach + enable
-    stderr = died(arena, start + "sub.weights['0', 'weight'].fill_(1)")
+    stderr = died(start + "sub.weights['0', 'weight'].fill_(1)")
     assert len(lines_of_ours(stderr)) == 1
     assert stderr.count("Fatal Python error: Segmentation fault") == 1
     assert 'File "<string>", line' in stderr
 
 
-@pytest.mark.full  # the one before has it on
-def test_faulthandler_switched_off_and_on_again_prints_still(arena):
+def test_faulthandler_switched_off_and_on_again_prints_still(died):
     program = """
 faulthandler.enable()
 sub = shmsync.Subscriber(name)
@@ -130,52 +131,45 @@ faulthandler.enable()
 other = shmsync.Subscriber(name)
 other.weights['0', 'weight'].fill_(1)
 """
-    stderr = died(arena, program)
-    assert stderr.count("Fatal Python error: Segmentation fault") == 1
+    assert died(program).count("Fatal Python error: Segmentation fault") == 1
 
 
-@pytest.mark.parametrize("order", first(["before", "after"]))
-def test_a_handler_of_the_users_own_is_still_called_with_the_fault(arena, order):
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_handler_of_the_users_own_is_still_called_with_the_fault(died, order):
     attach, install = "sub = shmsync.Subscriber(name)\n", "install()\n"
     start = install + attach if order == "before" else attach + install
-    stderr = died(
-        arena,
-        USERS_HANDLER + start + "print(hex(sub.weights['0', 'weight'].data_ptr()))\nsys.stdout.flush()\n"
-        "at = sub.weights['0', 'weight'].data_ptr()\nos.write(2, b'%#x\\n' % at)\nctypes.memset(at, 1, 1)",
-        77,
-    )
+    fault = "at = sub.weights['0', 'weight'].data_ptr()\nos.write(2, b'%#x\\n' % at)\nctypes.memset(at, 1, 1)"
+    stderr = died(USERS_HANDLER + start + fault, 77)
     address = stderr.splitlines()[0]
     assert f"the user's handler: {int(signal.SIGSEGV)} at {address}" in stderr
     assert len(lines_of_ours(stderr)) == (order == "before")  # a later handler that does not chain decides
 
 
-@pytest.mark.parametrize("handlers", first(["none", "faulthandler", "user"]))
-def test_a_fault_elsewhere_has_no_line_of_ours(arena, handlers):
-    before = {"none": "", "faulthandler": "faulthandler.enable()\n", "user": USERS_HANDLER + "install()\n"}[handlers]
-    stderr = died(
-        arena, before + "sub = shmsync.Subscriber(name)\nelsewhere()", 77 if handlers == "user" else -signal.SIGSEGV
-    )
+BEFORE = {
+    "none": ("", -signal.SIGSEGV, ""),
+    "faulthandler": ("faulthandler.enable()\n", -signal.SIGSEGV, "Fatal Python error: Segmentation fault"),
+    "user": (USERS_HANDLER + "install()\n", 77, "at 0x40"),
+    "ignored": ("signal.signal(signal.SIGSEGV, signal.SIG_IGN)\n", -signal.SIGSEGV, ""),
+}
+
+
+@pytest.mark.parametrize("handlers", BEFORE)
+def test_a_fault_elsewhere_has_no_line_of_ours(died, handlers):
+    before, status, words = BEFORE[handlers]
+    stderr = died(before + "sub = shmsync.Subscriber(name)\nelsewhere()", status)
     assert not lines_of_ours(stderr)
-    if handlers == "faulthandler":
-        assert "Fatal Python error: Segmentation fault" in stderr
-    if handlers == "user":
-        assert "at 0x40" in stderr
+    assert words in stderr
 
 
-@pytest.mark.parametrize("signum", first([signal.SIGSEGV, signal.SIGBUS]))
+@pytest.mark.parametrize("signum", [signal.SIGSEGV, signal.SIGBUS])
 @pytest.mark.parametrize("ignored", [False, True])
-def test_a_signal_that_was_only_sent_does_what_it_did(arena, signum, ignored):
+def test_a_signal_that_was_only_sent_does_what_it_did(died, signum, ignored):
     ignore = f"signal.signal({int(signum)}, signal.SIG_IGN)\n" if ignored else ""
     program = f"{ignore}sub = shmsync.Subscriber(name)\nos.kill(os.getpid(), {int(signum)})\nos._exit(5)"
-    assert not lines_of_ours(died(arena, program, 5 if ignored else -signum))
+    assert not lines_of_ours(died(program, 5 if ignored else -signum))
 
 
-def test_a_real_fault_ends_a_process_that_ignores_the_signal(arena):
-    program = "signal.signal(signal.SIGSEGV, signal.SIG_IGN)\nsub = shmsync.Subscriber(name)\nelsewhere()"
-    assert not lines_of_ours(died(arena, program))
-
-
-def test_the_handler_comes_with_the_first_arena_and_knows_those_that_are_gone(arena):
+def test_the_handler_comes_with_the_first_arena_and_knows_those_that_are_gone(died):
     program = """
 def current():
     seen = (ctypes.c_uint64 * 32)()
@@ -197,10 +191,10 @@ at = libc.mmap(ctypes.c_void_p(begin // 4096 * 4096), 4096, 1, 0x32, -1, 0)  # t
 assert at == begin // 4096 * 4096
 ctypes.memset(at, 1, 1)
 """
-    assert not lines_of_ours(died(arena, program))
+    assert not lines_of_ours(died(program))
 
 
-def test_a_thread_that_faults_is_told_too(arena):
+def test_a_thread_that_faults_says_it_too(died):
     program = """
 import threading
 sub = shmsync.Subscriber(name)
@@ -208,11 +202,10 @@ thread = threading.Thread(target=lambda: sub.weights["0", "weight"].fill_(1))
 thread.start()
 thread.join()
 """
-    assert len(lines_of_ours(died(arena, program))) == 1
+    assert len(lines_of_ours(died(program))) == 1
 
 
-@pytest.mark.full  # the tests around it have one process
-def test_many_children_of_a_fork_each_say_it(arena):
+def test_many_children_of_a_fork_each_say_it(died):
     program = """
 sub = shmsync.Subscriber(name)
 weight = sub.weights["0", "weight"]
@@ -222,6 +215,6 @@ for _ in range(3):
         weight.fill_(1)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGSEGV
-sub.close()
+os._exit(7)
 """
-    assert len(lines_of_ours(died(arena, program, 0))) == 3
+    assert len(lines_of_ours(died(program, 7))) == 3

@@ -25,9 +25,9 @@ from support.processes import until_waits
 pytestmark = pytest.mark.host_memory(reason="test_sums_on_a_device.py has arenas on a device")
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture
 def pub(request):
-    with shmsync.Publisher(policy(), slots=request.param, checksum=True) as made:
+    with shmsync.Publisher(policy(), slots=getattr(request, "param", 1), checksum=True) as made:
         yield made
 
 
@@ -42,6 +42,7 @@ def worker(pub, start):
 WAYS = {each.__name__: each for each in (sections_for_ever, refreshes_for_ever, calls_for_ever, waits_for_ever)}
 
 
+@pytest.mark.parametrize("pub", [1, 2], indirect=True)  # slots
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("consistency", ["pinned", "optimistic", "live"])
 def test_every_worker_proves_what_it_holds(pub, start, way, consistency):
@@ -58,6 +59,7 @@ def test_every_worker_proves_what_it_holds(pub, start, way, consistency):
         worker.interrupt(refresh)
 
 
+@pytest.mark.parametrize("pub", [1, 2], indirect=True)  # slots
 @pytest.mark.parametrize(
     ("fault", "leaf"), [(replace_head, "2.weight"), (scribble, "1.running_mean"), (set_data, "2.weight")]
 )

@@ -65,10 +65,9 @@ def test_a_follower_moves_to_the_arena_of_a_new_trainer(open_trainer, name, foll
 
 
 @pytest.mark.parametrize("consistency", ["pinned", "optimistic", "live"])
-@pytest.mark.parametrize("slots", [1, 2])
-def test_a_bound_module_moves_by_being_called(start, name, follower, slots, consistency):
+def test_a_bound_module_moves_by_being_called(start, name, follower, consistency):
     trainer = start()
-    trainer.call(open_net, 1, name=name, slots=slots)
+    trainer.call(open_net, 1, name=name)
     sub = follower(name, consistency=consistency)
     module = sub.bind(Net(9)).eval()
     x = torch.ones(2, 6)
@@ -78,7 +77,7 @@ def test_a_bound_module_moves_by_being_called(start, name, follower, slots, cons
         assert torch.equal(module(x), outputs(1))
         for seed in (2, 3):  # more than once
             trainer = start()
-            trainer.call(open_net, seed, name=name, slots=slots)
+            trainer.call(open_net, seed, name=name)
             call_until_moved(module, x, sub)
             assert torch.equal(module(x), outputs(seed))
             assert torch.equal(sub.weights["0", "weight"], Net(seed)[0].weight)
@@ -105,15 +104,14 @@ def test_a_trainer_killed_in_the_middle_of_a_write(open_trainer, name, follower)
     assert sub.refresh() is False
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_wait_version_waits_for_a_trainer_that_comes_back(open_trainer, name, follower, slots):
-    trainer = open_trainer(5, slots=slots)
+def test_wait_version_waits_for_a_trainer_that_comes_back(open_trainer, name, follower):
+    trainer = open_trainer(5)
     sub = follower(name)
     waiting = Call(sub.wait_version, 6, timeout=for_ever)
     until_waits(waiting, "_wait_for")
     trainer.kill()
     until(lambda: not sub.publisher_alive)
-    trainer = open_trainer(1, slots=slots)
+    trainer = open_trainer(1)
     assert waiting.result() == 1  # it has moved on to the new arena, whose every version is newer than 5
     assert (sub.latest, sub.version) == (1, 0)  # and applied nothing
     assert (sub.weights["large"] == 5).all()
@@ -121,16 +119,15 @@ def test_wait_version_waits_for_a_trainer_that_comes_back(open_trainer, name, fo
     assert read(sub) == (2, 2, 2)
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_the_next_version_is_waited_for_across_restarts(open_trainer, name, follower, slots):
+def test_the_next_version_is_waited_for_across_restarts(open_trainer, name, follower):
     """What a loop of wait_version(sub.version + 1) and refresh() sees, though the numbers begin again."""
-    trainer = open_trainer(5, slots=slots)
+    trainer = open_trainer(5)
     sub = follower(name)
     sub.refresh()
     seen = []
     for value in (2, 3):
         trainer.kill()
-        trainer = open_trainer(value, slots=slots)
+        trainer = open_trainer(value)
         seen.append((sub.wait_version(sub.version + 1, timeout=for_ever), sub.refresh(), read(sub)))
         trainer.call(publish, value + 1)
         seen.append((sub.wait_version(sub.version + 1, timeout=for_ever), sub.refresh(), read(sub)))

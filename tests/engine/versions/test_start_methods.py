@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import shmsync
-from support.jobs.engine import attach, attach_and_tell, detach, look
+from support.jobs.engine import attach, detach, look
 from support.weights import stamped
 from support.worker import Worker
 
@@ -35,16 +35,6 @@ def test_worker_attaches_by_handle(server, method):
             assert sub.version == 3
 
 
-def test_handle_goes_into_process_arguments(server):
-    with shmsync.Publisher(stamped(1)) as pub:
-        ours, theirs = server.Pipe()
-        process = server.Process(target=attach_and_tell, args=(pub.handle, theirs), daemon=True)
-        process.start()
-        assert ours.recv() == (1, 1)
-        process.join()
-        assert process.exitcode == 0
-
-
 UNRELATED = """
 import json, sys, torch
 torch.set_num_threads(1)
@@ -61,15 +51,8 @@ with shmsync.Subscriber(sys.argv[1], worker=7) as sub:
 
 def test_unrelated_process_attaches_by_name(name):
     with shmsync.Publisher(stamped(1), name=name) as pub:
-        process = subprocess.Popen(
-            [sys.executable, "-c", UNRELATED, name],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd="/",
-            start_new_session=True,
-            close_fds=True,
-        )
-        with process:
+        command = [sys.executable, "-c", UNRELATED, name]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/", start_new_session=True) as process:
             try:
                 assert json.loads(process.stdout.readline()) == {"attached": 1}
                 assert [(reader.worker, reader.pid) for reader in pub.readers()] == [(7, process.pid)]
