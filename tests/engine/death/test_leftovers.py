@@ -42,14 +42,6 @@ def make_some_publishers(gone):
     until(lambda: shmsync.Publisher(stamped(1)).close() or gone())
 
 
-def test_a_crash_loop_leaves_one_segment(start):
-    trainers = start(5)
-    for trainer in trainers:
-        trainer.call(open_arena)
-        trainer.kill()
-    make_some_publishers(lambda: not any(segments(trainer.pid) for trainer in trainers))
-
-
 def test_every_leftover_has_its_turn(dead, name):
     copies = [segment_path(f"{name}.{i}") for i in range(300)]
     try:
@@ -158,17 +150,6 @@ def test_what_is_being_made_is_left_alone_until_its_creator_dies(start, name):
     assert not segment_path(name).exists()
 
 
-def test_a_living_arena_is_left_alone(open_trainer, name):
-    trainer = open_trainer(2)
-    trainer.stop()
-    leftovers.sweep_some(float("inf"))
-    trainer.resume()
-    with shmsync.Subscriber(trainer.handle) as sub, shmsync.Publisher(stamped(1)):
-        leftovers.sweep_some(float("inf"))
-        assert read(sub) == (2, 2, 2)
-        assert segment_path(name).exists()
-
-
 def test_the_arena_of_a_parent_is_left_alone():
     with shmsync.Publisher(stamped(1)) as pub:
         assert in_forked_child(lambda: leftovers.sweep_some(float("inf"))) == (0, None)
@@ -183,17 +164,6 @@ def test_a_relay_removes_what_the_one_before_it_left(start):
     assert segments(earlier.pid)
     Relay(RelayOptions(1, 5.0)).close()
     assert not segments(earlier.pid)
-
-
-def test_a_name_that_stands_for_a_newer_segment_stays(name):
-    with shmsync.Publisher(stamped(1), name=name), open(segment_path(name), "rb") as old:
-        os.rename(segment_path(name), segment_path(f"{name}.aside"))
-        try:
-            with shmsync.Publisher(stamped(2), name=name):
-                header.unlink(name, header.inode_of(old.fileno()))
-                assert segment_path(name).exists()
-        finally:
-            os.rename(segment_path(f"{name}.aside"), segment_path(name))
 
 
 def test_a_creator_that_fails_has_its_lock_until_its_name_is_gone(name, monkeypatch):

@@ -49,22 +49,6 @@ def test_death_of_a_reader_is_noticed_by_a_waiting_publisher(attached, slots, wa
         assert pub.version == slots + 1
 
 
-def test_joiner_takes_over_the_row_of_a_killed_reader(attached):
-    with shmsync.Publisher(stamped(1), max_readers=2, timeout=for_ever) as pub:
-        first = attached(pub, worker=1)
-        second = attached(pub, worker=2)
-        with pytest.raises(shmsync.ReaderTableFull):
-            attached(pub, worker=3)
-        first.call(enter)
-        first.kill()
-        third = attached(pub, worker=3)
-        assert sorted(reader.worker for reader in pub.readers()) == [2, 3]
-        assert all(reader.pinned is None for reader in pub.readers())
-        for v in range(2, 5):
-            pub.publish(stamped(v))
-        assert second.call(look) == third.call(look) == (4, 4, 4)
-
-
 def test_joiner_takes_the_place_of_the_killed_worker_whose_index_it_has(attached):
     with shmsync.Publisher(stamped(1), timeout=for_ever) as pub:
         alive = attached(pub, worker=1)

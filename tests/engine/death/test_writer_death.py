@@ -7,8 +7,6 @@ import pytest
 
 import shmsync
 from shmsync import cli
-from support.calls import outcome
-from support.faults.reader_table import word
 from support.holdings import holders, slab_inodes
 from support.jobs.engine import (
     GONE,
@@ -21,7 +19,7 @@ from support.jobs.engine import (
     read,
     wait_version,
 )
-from support.processes import segment_path, until
+from support.processes import segment_path
 from support.weights import stamped, stamps
 
 
@@ -57,32 +55,6 @@ def test_death_of_the_writer_wakes_a_waiting_reader(start, name):
     writer.kill()
     with pytest.raises(shmsync.WriterDied):
         reader.result()
-
-
-def test_intact_weights_are_served_when_the_writer_died_waiting_for_pins(open_trainer):
-    writer = open_trainer(3)
-    with shmsync.Subscriber(writer.handle) as holder, shmsync.Subscriber(writer.handle) as late:
-        with holder.read() as section:
-            writer.start(publish, 4, timeout=for_ever)
-            until(lambda: outcome(read, late, timeout=0) == "WriterBusy")
-            writer.kill()
-            assert (section.version, *stamps(section.weights)) == (3, 3, 3)
-            assert read(late) == (3, 3, 3)
-        assert read(holder) == (3, 3, 3)
-        with pytest.raises(shmsync.WriterDied):
-            late.wait_version(4, timeout=for_ever)
-
-
-def test_intact_weights_are_served_when_the_writer_died_before_it_opened_the_gate(open_trainer, name):
-    writer = open_trainer(3)
-    with shmsync.Subscriber(writer.handle) as sub:
-        writer.call(publish, 4)
-        with open(segment_path(name), "r+b", buffering=0) as file:
-            writer.kill()
-            # As it was for an instant: bytes and seq are of version 4, `current` says 3 with the gate closed.
-            os.pwrite(file.fileno(), word(3 << 8 | 1 << 7), 256)
-        assert read(sub) == (4, 4, 4)
-        assert sub.wait_version(4) == 4
 
 
 @pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
@@ -128,20 +100,6 @@ def test_killed_publisher_leaves_no_memory(start, name, capsys):
         assert cli.main(["gc"]) == 0  # unless that publisher has removed it
         assert segment_path(alive.name).exists()
         assert f"kept {alive.name}: process {os.getpid()} is alive" in capsys.readouterr().out
-    assert not segment_path(name).exists()
-
-
-def test_next_publisher_of_the_name_sweeps_a_dead_one(open_trainer, name):
-    writer = open_trainer()
-    with pytest.raises(shmsync.ArenaExists, match=str(writer.pid)):
-        shmsync.Publisher(stamped(1), name=name)
-    before = segment_path(name).stat().st_ino
-    writer.kill()
-    with shmsync.Publisher(stamped(1), name=name) as pub:
-        assert segment_path(name).stat().st_ino != before
-        with shmsync.Subscriber(name) as sub:
-            pub.publish(stamped(2))
-            assert read(sub) == (2, 2, 2)
     assert not segment_path(name).exists()
 
 

@@ -9,8 +9,7 @@ import shmsync
 from shmsync.engine.copy.grouped_copies import LARGE
 from support.devices.on_simulated import held_up, stream_of, value
 
-SLOTS = [1, 2, 3]
-
+SLOTS = [1, 2]
 
 MADE = {
     "as it is": lambda device, tensor: tensor,

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import shmsync
-from shmsync.memory import devices
 from support.devices.on_simulated import held_up, stream_of, value
 
 SLOTS = [1, 2, 3]
@@ -83,36 +82,6 @@ def test_a_write_waits_until_its_deadline_for_one_that_was_given_up(arena, devic
     source["t"].fill_(3)
     pub.publish(wait=[])
     assert value(sub)[1] == 3.0
-
-
-@pytest.mark.parametrize("slots", SLOTS)
-def test_weights_on_the_device_are_copied_in_the_order_of_the_current_stream(arena, device, slots):
-    there = device.tensor(torch.full((1000,), 1.0))
-    pub, sub = arena({"t": there}, slots)
-    stream = device.stream()
-    for version in range(2, 40):
-        with device.on(stream):
-            for step in (-1, version):  # the last one is what is published
-                device.kernel(lambda step=step: there.fill_(step))
-            pub.publish({"t": there})
-            device.kernel(lambda: there.fill_(-2))  # the next step; the same stream does it after the copy
-        sub.wait_version(version)
-        assert value(sub) == (version, float(version))
-
-
-def test_after_is_for_devices(publisher_in_host_memory):
-    with pytest.raises(ValueError, match="lies in the host's memory"):
-        publisher_in_host_memory.publish(after=object())
-    assert publisher_in_host_memory.version == 1
-
-
-@pytest.fixture
-def publisher_in_host_memory():
-    before = list(devices._default)
-    devices._default.clear()
-    with shmsync.Publisher({"t": torch.ones(3)}) as pub:
-        yield pub
-    devices._default[:] = before
 
 
 @pytest.mark.parametrize("how", ["current", "another"])

@@ -10,7 +10,6 @@ import threading
 import pytest
 
 import shmsync
-from support.choice import first
 from support.processes import PATIENCE, segment_path, until
 from support.weights import stamps
 
@@ -146,7 +145,7 @@ def test_outside_update_a_write_is_a_version_or_refused_or_private(trainer):
     assert dict(zip(kinds, out, strict=True)) == {writer: prints[outcome] for writer, (_, outcome) in kinds.items()}
 
 
-@pytest.mark.parametrize("writer", first([writer for writer, (_, outcome) in WRITERS.items() if outcome == "dies"], 2))
+@pytest.mark.parametrize("writer", ["add_ under no_grad", "kept from update()"])  # to the pages all writes are alike
 def test_outside_update_what_nobody_sees_coming_ends_at_the_first_byte(trainer, name, writer):
     out, status, err = trainer("outside", WRITERS[writer][0]).run()
     assert (out, status) == ([], -signal.SIGSEGV), err

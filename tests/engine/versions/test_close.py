@@ -40,9 +40,8 @@ def test_last_version_of_a_closed_arena_stays_readable(attached, slots):
         read(sub)
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_views_never_dangle(open_trainer, slots):
-    writer = open_trainer(3, slots=slots)
+def test_views_never_dangle(open_trainer):
+    writer = open_trainer(3)
     sub = shmsync.Subscriber(writer.handle)
     module_view, whole = sub.weights["layer", "weight"], sub.weights
     sub.close()

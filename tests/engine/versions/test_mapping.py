@@ -112,13 +112,3 @@ def test_closed_handle_keeps_no_weights(start):
     writer.call(close_publisher, keep=True)
     assert writer.call(holdings)["slabs"] == 0
     assert slab_fds(writer.pid) == []
-
-
-def test_publisher_that_just_exits_leaves_nothing(start):
-    """No close(), a normal end of the process."""
-    writer, reader = start(2)
-    handle = writer.call(open_arena, 2)
-    reader.call(attach, handle)
-    assert writer.finish() == 0
-    assert not segment_path(handle.name).exists()
-    assert reader.call(look) == (2, 2, 2)
