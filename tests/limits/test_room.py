@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from support.jobs.engine import run_with_stderr
+
 COMMON = """
-import gc, os, resource, sys, threading
+import gc, os, resource, threading
 import torch, shmsync
 
 def state():
@@ -73,28 +75,21 @@ life(4)
 """
 
 
-def run(program, *before):
-    done = subprocess.run(
-        [*before, sys.executable, "-c", COMMON + program + "\nprint('well')"],
-        capture_output=True, text=True, check=False, cwd="/", timeout=240,
-    )  # fmt: skip
-    if before and (done.returncode == 77 or done.stderr.startswith("unshare")):
-        pytest.skip(f"this system does not allow it: {done.stderr.strip()}")
-    assert (done.returncode, done.stdout.strip()) == (0, "well"), done.stdout + done.stderr
-
-
 def test_a_small_dev_shm():
     mount = 'mount -t tmpfs -o nr_inodes=3,size=4m none /dev/shm || exit 77; exec "$@"'
-    run(SMALL, "unshare", "-Urm", "sh", "-c", mount, "sh")
+    done = subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", mount, "sh", sys.executable, "-c", COMMON + SMALL],
+        capture_output=True, text=True, check=False, cwd="/", timeout=240,
+    )  # fmt: skip
+    if done.returncode == 77 or done.stderr.startswith("unshare"):
+        pytest.skip(f"this system does not allow it: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.full  # a quarter of a minute
-def test_little_address_space():
-    run("""
+LITTLE_ADDRESS_SPACE = """
 size = int(open("/proc/self/statm").read().split()[0]) * 4096
 resource.setrlimit(resource.RLIMIT_AS, (size + (256 << 20), resource.RLIM_INFINITY))
 weights = {"t": torch.ones(10_000_000)}  # 40 MB
-before = state()
 refused(lambda: shmsync.Publisher(weights, slots=12), shmsync.NoSpace)
 life(1000)
 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -105,7 +100,11 @@ with shmsync.Publisher(weights, slots=4) as pub:
     assert pub.readers() == []
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     shmsync.Subscriber(pub.handle).close()
-""")
+"""
+
+
+def test_little_address_space(start, tmp_path):
+    start().call(run_with_stderr, COMMON + LITTLE_ADDRESS_SPACE, None, tmp_path / "stderr")
 
 
 def groups():
@@ -140,12 +139,17 @@ def small_group():
     pytest.skip(f"no cgroup of memory can be made here: {'; '.join(errors)}")
 
 
-def test_a_cgroup_with_little_memory(small_group):
-    """What does not fit is refused before anybody is killed for it."""
-    run(
-        """
+LITTLE_MEMORY = """
 refused(lambda: shmsync.Publisher({"t": torch.empty(50_000_000)}, slots=8), shmsync.NoSpace)
 life(1000)
-""",
-        "sh", "-c", f'echo $$ > {small_group}/cgroup.procs || exit 77; exec "$@"', "sh",
-    )  # fmt: skip
+"""
+
+
+def test_a_cgroup_with_little_memory(small_group, start, tmp_path):
+    """What does not fit is refused before a process is killed for it."""
+    worker = start()
+    try:
+        (small_group / "cgroup.procs").write_text(str(worker.pid))
+    except OSError as error:
+        pytest.skip(f"this system does not allow it: {error}")
+    worker.call(run_with_stderr, COMMON + LITTLE_MEMORY, None, tmp_path / "stderr")

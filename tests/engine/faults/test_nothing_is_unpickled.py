@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -47,21 +48,22 @@ import json, os, pickle, sys
 import torch, shmsync
 from shmsync import cli
 from shmsync.memory.control import leftovers
-name, bomb, path, entries = sys.argv[1], bytes.fromhex(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
-found, refused = [], 0
+bomb, entries, paths = bytes.fromhex(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
+found = []
 sys.addaudithook(lambda event, args: found.append(args) if event == "pickle.find_class" else None)
-with open(path, "rb") as file:
-    content = file.read()
-for what, entry in entries.items():
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    os.pwrite(fd, content, 0)
-    os.close(fd)
-    try:
-        exec(entry)
-    except (shmsync.ShmSyncError, SystemExit) as error:
-        refused += 1
-    if found:
-        sys.exit(f"{what} unpickled {found}")
+for name, path in paths.items():
+    with open(path, "rb") as file:
+        content = file.read()
+    for what, entry in entries.items():
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.pwrite(fd, content, 0)
+        os.close(fd)
+        try:
+            exec(entry)
+        except (shmsync.ShmSyncError, SystemExit):
+            pass
+        if found:
+            sys.exit(f"{what} of {name} unpickled {found}")
 try:
     pickle.loads(bomb.replace(b"posix", b"posiy"))
 except ModuleNotFoundError:
@@ -70,38 +72,38 @@ sys.exit(0 if found else "the hook sees nothing")
 """
 
 
-def as_weights(name, bomb):
-    pass  # they are there already
+# Where a pickle lies in an arena: among its weights it does already.
+PLACES = {
+    "weights": lambda name, bomb: None,
+    "manifest": forge_manifest,
+    "segment": lambda name, bomb: segment_path(name).write_bytes(bomb * (200_000 // len(bomb))),
+}
 
 
-def as_manifest(name, bomb):
-    forge_manifest(name, bomb)
-
-
-def as_whole_segment(name, bomb):
-    segment_path(name).write_bytes(bomb * (200_000 // len(bomb)))
-
-
-@pytest.fixture(scope="module")
-def bomb(tmp_path_factory):
-    path = tmp_path_factory.mktemp("bomb") / "went off"
+@pytest.fixture
+def bomb(tmp_path):
+    path = tmp_path / "went off"
     yield pickle.dumps(Bomb(str(path)))
     assert not path.exists()
 
 
-@pytest.mark.parametrize("where", [as_weights, as_manifest, as_whole_segment], ids=lambda each: each.__name__)
-def test_no_entry_unpickles(name, where, bomb):
+def test_no_entry_unpickles(name, bomb):
     content = torch.frombuffer(bytearray(bomb + bytes(64)), dtype=torch.uint8)
-    with shmsync.Publisher({"t": content, "u": content.clone()}, name=name):
-        path = segment_path(name)
-        whole = path.read_bytes()
-        where(name, bomb)
+    names = [f"{name}.{place}" for place in PLACES]
+    with ExitStack() as arenas:
+        for each in names:
+            arenas.enter_context(shmsync.Publisher({"t": content, "u": content.clone()}, name=each))
+        whole = {each: segment_path(each).read_bytes() for each in names}
+        for each, damage in zip(names, PLACES.values(), strict=True):
+            damage(each, bomb)
+        paths = {each: str(segment_path(each)) for each in names}
         try:
             done = subprocess.run(
-                [sys.executable, "-c", CHILD, name, bomb.hex(), str(path), json.dumps(ENTRIES)],
+                [sys.executable, "-c", CHILD, bomb.hex(), json.dumps(ENTRIES), json.dumps(paths)],
                 capture_output=True, text=True, check=False, cwd="/", timeout=240,
             )  # fmt: skip
         finally:
-            if path.exists():
-                path.write_bytes(whole)
+            for each, content in whole.items():
+                if segment_path(each).exists():
+                    segment_path(each).write_bytes(content)
     assert done.returncode == 0, done.stderr
