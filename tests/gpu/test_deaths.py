@@ -7,6 +7,7 @@ import shmsync
 from support.calls import in_forked_child, outcome
 from support.devices import on_gpu
 from support.processes import until
+from support.weights import stamp
 
 
 def test_ten_killed_workers_leave_the_memory_of_the_gpu_as_it_was(start, device):
@@ -19,8 +20,7 @@ def test_ten_killed_workers_leave_the_memory_of_the_gpu_as_it_was(start, device)
             worker.call(on_gpu.attach, pub.handle)
             worker.call(on_gpu.read)
             worker.kill()
-            for tensor in source.values():
-                tensor.fill_(version)
+            stamp(source, version)
             assert pub.publish(wait=[]) == version
         until(lambda: on_gpu.used(None) <= before + (8 << 20))
 
@@ -34,21 +34,8 @@ def test_a_worker_that_is_killed_with_kernels_under_way_holds_nobody_up(start, d
         worker.begin(on_gpu.storm, 10**9)
         worker.kill()
         for version in range(2, 6):
-            for tensor in source.values():
-                tensor.fill_(version)
+            stamp(source, version)
             assert pub.publish(wait=[]) == version
-
-
-def test_a_killed_publisher_is_named(start, name):
-    trainer, worker = start(2)
-    handle = trainer.call(on_gpu.publisher, 2, name)
-    worker.call(on_gpu.attach, handle)
-    assert worker.call(on_gpu.read) == (1, [1.0])
-    trainer.kill()
-    with pytest.raises(shmsync.WriterDied, match=str(trainer.pid)):
-        worker.call(on_gpu.read_on, 2)
-    with pytest.raises((shmsync.WriterDied, shmsync.ArenaNotFound)):
-        shmsync.Subscriber(handle)
 
 
 def test_a_closed_publisher_keeps_the_memory_for_its_workers(start, device):

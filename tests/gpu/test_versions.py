@@ -5,6 +5,7 @@ import torch
 
 import shmsync
 from support.devices import on_gpu
+from support.weights import stamp
 
 SLOTS = [1, 2, 3]
 
@@ -17,8 +18,7 @@ def test_workers_see_whole_versions_without_a_copy(start, device, slots):
         for index, worker in enumerate(workers):
             worker.call(on_gpu.attach, pub.handle, index)
         for version in range(2, 30):
-            for tensor in source.values():
-                tensor.fill_(version)
+            stamp(source, version)
             pub.publish()
             for worker in workers:
                 assert worker.call(on_gpu.read_on, version) == (version, [float(version)])
@@ -35,15 +35,13 @@ def test_publish_does_not_stop_the_trainer_and_is_seen_when_it_is_done(start, de
         (worker,) = start(1)
         worker.call(on_gpu.attach, pub.handle)
         hold()
-        for tensor in source.values():
-            tensor.fill_(2)
+        stamp(source, 2)
         done = torch.cuda.Event()
         pub.publish()
         done.record()
         assert not done.query()  # it came back while the stream was busy
         assert pub.version == 1
-        for tensor in source.values():
-            tensor.fill_(-1)  # the next step; comes after the copy
+        stamp(source, -1)  # the next step; comes after the copy
         assert worker.call(on_gpu.read_on, 2) == (2, [2.0])
 
 
@@ -55,8 +53,7 @@ def test_after_orders_what_another_stream_gathers(start, device, hold):
         for version in range(2, 12):
             hold(gathering, 20_000_000)
             with torch.cuda.stream(gathering):
-                for tensor in source.values():
-                    tensor.fill_(version)
+                stamp(source, version)
             pub.publish(after=gathering if version % 2 else gathering.record_event(), wait=[])
             gathering.wait_stream(torch.cuda.current_stream())
             assert worker.call(on_gpu.read_on, version) == (version, [float(version)])
@@ -76,23 +73,10 @@ def test_a_slot_is_kept_until_the_kernels_of_its_sections_are_done(device, hold,
                 found = on_gpu.seen(section)
             section.release_after(other)
         for version in range(2, slots + 2):
-            for tensor in source.values():
-                tensor.fill_(version)
+            stamp(source, version)
             pub.publish(wait=[])
         other.synchronize()  # with three slots no publish has waited for the section's
         assert set(found.tolist()) == {1.0}
-
-
-@pytest.mark.parametrize("slots", SLOTS)
-def test_update_writes_in_place(start, device, slots):
-    with shmsync.Publisher(on_gpu.weights(1), slots=slots, device=device, timeout=30.0) as pub:
-        (worker,) = start(1)
-        worker.call(on_gpu.attach, pub.handle)
-        for version in range(2, 20):
-            with pub.update() as weights:
-                weights["a"].fill_(version)
-                weights["b"].fill_(version)
-            assert worker.call(on_gpu.read_on, version) == (version, [float(version)])
 
 
 @pytest.mark.parametrize("publishes", [2000, pytest.param(100_000, marks=pytest.mark.full)])
@@ -105,8 +89,7 @@ def test_no_torn_read_under_load(start, device, slots, publishes):
             worker.call(on_gpu.attach, pub.handle, index)
             worker.start(on_gpu.storm, publishes)
         for version in range(2, publishes + 1):
-            for tensor in source.values():
-                tensor.fill_(version)
+            stamp(source, version)
             pub.publish()
         for worker in workers:
             sections, wrong = worker.result()
@@ -120,8 +103,7 @@ def test_dtypes_are_cast_on_the_gpu(start, device):
         assert pub.weights["a"].dtype == torch.bfloat16
         (worker,) = start(1)
         worker.call(on_gpu.attach, pub.handle)
-        for tensor in source.values():
-            tensor.fill_(2)
+        stamp(source, 2)
         pub.publish()
         assert worker.call(on_gpu.read_on, 2) == (2, [2.0])
 
@@ -147,7 +129,6 @@ def test_trainer_and_arena_on_different_devices(start, trainer, arena):
         (worker,) = start(1)
         worker.call(on_gpu.attach, pub.handle)
         for version in range(2, 8):
-            for tensor in source.values():
-                tensor.fill_(version)
+            stamp(source, version)
             pub.publish(wait=[])
             assert worker.call(on_gpu.read_on, version) == (version, [float(version)])

@@ -5,6 +5,7 @@ import torch
 
 import shmsync
 from support.devices import on_gpu
+from support.weights import stamp
 
 pytestmark = pytest.mark.two_gpus
 
@@ -31,8 +32,7 @@ def test_a_trainer_on_one_gpu_publishes_on_another(start):
         (worker,) = start(1)
         assert worker.call(on_gpu.attach, pub.handle) == 1
         for version in range(2, 10):
-            for tensor in source.values():
-                tensor.fill_(version)
+            stamp(source, version)
             pub.publish(wait=[])
             assert worker.call(on_gpu.read_on, version) == (version, [float(version)])
 

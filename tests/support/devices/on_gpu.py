@@ -7,6 +7,7 @@ import os
 import torch
 
 import shmsync
+from support.weights import stamp
 
 WORDS = 1 << 20
 
@@ -66,8 +67,7 @@ def publisher(state, slots, name=None, value=1):
 
 
 def publish(state, value, wait=None):
-    for tensor in state.source.values():
-        tensor.fill_(value)
+    stamp(state.source, value)
     return state.pub.publish(wait=wait)
 
 

@@ -11,10 +11,8 @@ from .publisher import (
     PublishInSlots,
     PublishPastADeadReader,
     PublishPastAPin,
-    PublishPastAPinInSlots,
     Update,
     WaitForALateReader,
-    WaitForANamedReader,
     WaitForReader,
 )
 from .schemes import Receive, ReceiveFromAnArena, Send, SendThroughAnArena
@@ -37,9 +35,7 @@ GROUPS = {
     "publisher": [Create, CreateInThePlaceOfAnother, ClosePublisher, Publish, PublishInSlots, Update],
     "publisher with readers": [
         PublishPastAPin,
-        PublishPastAPinInSlots,
         WaitForALateReader,
-        WaitForANamedReader,
         WaitForReader,
         PublishPastADeadReader,
     ],

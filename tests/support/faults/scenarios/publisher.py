@@ -125,33 +125,11 @@ class PublishPastAPin(WithReader):
         need(self.reader.call(engine.leave) is False, "the section was torn")
 
 
-class PublishPastAPinInSlots(PublishPastAPin):
-    slots = 2
-
-    def __init__(self, start):
-        super().__init__(start)
-        self.pinned = False
-
-    def prepare(self):
-        super().prepare()
-        self.version = self.pub.publish(stamped(self.pub.version + 1), timeout=5)
-        self.before = self.version
-
-    def check(self, error):
-        WithReader.check(self, error)
-        need(self.pub.version == self.before, "published over a living pin")
-
-
 class WaitForALateReader(WithReader):
     expected = shmsync.AckTimeout
 
     def act(self):
         self.pub.publish(stamped(self.version + 1), wait="all", timeout=SHORT)
-
-
-class WaitForANamedReader(WaitForALateReader):
-    def act(self):
-        self.pub.publish(stamped(self.version + 1), wait=[5], timeout=SHORT)
 
 
 def read_on(state):
