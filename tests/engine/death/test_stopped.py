@@ -10,7 +10,7 @@ import pytest
 import shmsync
 from shmsync import cli
 from shmsync.engine.publish_all import Publication, publish_all
-from support.jobs.engine import apply_until, attach, enter, leave, look, publish, read
+from support.jobs.engine import attach, enter, leave, look, publish, read
 from support.weights import stamp, stamped
 
 
@@ -36,20 +36,6 @@ def test_stopped_reader_keeps_its_pin_and_is_named(attached, slots):
         assert reader.call(leave) is False
         assert pub.publish(stamped(slots + 1)) == slots + 1
         assert reader.call(look) == read(other) == (slots + 1,) * 3
-
-
-def test_stopped_worker_is_named_when_it_does_not_apply(attached):
-    with shmsync.Publisher(stamped(1)) as pub:
-        reader = attached(pub, worker=3)
-        reader.stop()
-        for version, wait in ((2, "all"), (3, [3])):
-            with pytest.raises(shmsync.AckTimeout, match="worker 3") as caught:
-                pub.publish(stamped(version), wait=wait, timeout=0.2)
-            assert (caught.value.missing, caught.value.version, pub.version) == ([3], version, version)
-        reader.resume()
-        reader.start(apply_until, 4)
-        assert pub.publish(stamped(4), wait="all") == 4
-        assert reader.result() == 4
 
 
 def test_stopped_publisher_is_alive(open_trainer, name):

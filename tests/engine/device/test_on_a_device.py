@@ -209,19 +209,6 @@ def test_close_waits_for_what_sections_have_asked_for(arena, device):
     assert [reader.worker for reader in pub.readers()] == [0]
 
 
-def test_a_module_is_bound_to_weights_on_the_device(arena, device):
-    torch.manual_seed(0)
-    trainer, worker = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).to(device.torch_device)
-    pub, sub = arena(trainer, 2)
-    sub.bind(worker)
-    x = torch.randn(4, 8)
-    for _ in range(10):
-        with torch.no_grad():
-            trainer.weight.add_(1)
-        pub.publish(wait=[])
-        assert torch.equal(worker(x.to(device.torch_device)).cpu(), trainer(x))
-
-
 def test_more_slots_than_readers_can_hold_are_refused(device):
     with pytest.raises(ValueError, match="at most 64 slots, not 65"):
         shmsync.Publisher({"t": torch.ones(3)}, slots=65)

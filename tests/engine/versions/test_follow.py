@@ -113,7 +113,7 @@ def test_wait_version_waits_for_a_trainer_that_comes_back(open_trainer, name, fo
     until(lambda: not sub.publisher_alive)
     trainer = open_trainer(1)
     assert waiting.result() == 1  # it has moved on to the new arena, whose every version is newer than 5
-    assert (sub.latest, sub.version) == (1, 0)  # and applied nothing
+    assert (sub.session, sub.latest, sub.version) == (trainer.handle.session, 1, 0)  # and applied nothing
     assert (sub.weights["large"] == 5).all()
     trainer.call(publish, 2)
     assert read(sub) == (2, 2, 2)

@@ -224,18 +224,6 @@ def test_a_version_of_two_sessions(start, name):
             assert (sub.version, sub.session) == (7, new.session)
 
 
-def test_own_wait_that_follows_shows_the_new_session(start, name):
-    trainer = start()
-    trainer.call(open_counting, name=name)
-    with shmsync.Subscriber(name, follow=True) as sub:
-        with sub.read():
-            pass
-        trainer.kill()
-        new = start().call(open_counting, 2, name=name)
-        assert sub.wait_version(2) == 2
-        assert (sub.session, sub.version, sub.stats().version) == (new.session, 0, 0)  # no version of it is applied
-
-
 @pytest.mark.full  # seconds
 def test_what_ends_is_not_kept():
     with shmsync.Publisher(Counting()) as pub, shmsync.Subscriber(pub.handle) as sub:

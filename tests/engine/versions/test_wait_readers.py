@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import subprocess
-import sys
 from math import inf as for_ever
 
 import pytest
@@ -82,7 +81,7 @@ def test_a_worker_killed_before_it_attached(pub, start, kind, when, mapping):
 
 
 def test_a_killed_popen_is_named_with_its_signal(pub):
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10**6)"])
+    process = subprocess.Popen(["sleep", "1000000"])
     waiting = Call(pub.wait_readers, [4], timeout=for_ever, procs=[process])
     until_waits(waiting, "wait_for_readers")
     kill(process.pid)
