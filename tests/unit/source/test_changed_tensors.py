@@ -27,14 +27,10 @@ class Holder:
                 self.source.register_buffer(name, tensor)
         elif how == "parameters":
             self.source = nn.ParameterDict({name: nn.Parameter(tensor) for name, tensor in made.items()})
-        elif how == "nested":
-            self.source = {"n": {name: made[name] for name in "abc"}, "one": made["one"], "w": made["w"]}
-        elif how == "TensorDict":
-            self.source = TensorDict(made)
-        elif how == "TensorDict, nested":
-            self.source = TensorDict({"n": {name: made[name] for name in "abc"}, "one": made["one"], "w": made["w"]})
         else:
-            self.source = made
+            if "nested" in how:
+                made = {"n": {name: made[name] for name in "abc"}, "one": made["one"], "w": made["w"]}
+            self.source = TensorDict(made) if "TensorDict" in how else made
 
     def _level(self, name):
         if self.how == "module":
@@ -159,7 +155,7 @@ def test_a_publish_asks_no_mode_of_the_caller(publisher, how):
 
     class Mode(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
-            asked.add(getattr(function, "__name__", ""))
+            asked.add(function)
             return function(*args, **(kwargs or {}))
 
     pub = publisher(holder.source)
@@ -170,7 +166,7 @@ def test_a_publish_asks_no_mode_of_the_caller(publisher, how):
         with Mode():
             pub.publish(source)
         assert all((pub.weights[holder.key(name)] == value).all() for name in SHAPES)
-    assert not asked & {"is_neg", "is_conj", "untyped_storage"}
+    assert not asked
 
 
 @pytest.mark.parametrize("cast", [False, True], ids=["as bytes", "cast"])

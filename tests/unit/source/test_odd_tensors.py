@@ -190,21 +190,6 @@ def test_what_a_parameter_cannot_become_torch_itself_refuses(kind, how):
         BECOME[how](nn.Parameter(torch.zeros(4)), ODD[kind][0]())
 
 
-def test_memory_that_is_given_back_between_two_publishes_is_seen(publisher):
-    module = Holder(nn.Parameter(torch.ones(4)))
-    pub = publisher(module)
-    pub.publish()
-    storage = module.t.untyped_storage()
-    storage.resize_(0)  # as FSDP does with its flat parameters
-    with pytest.raises(shmsync.ManifestMismatch, match="storage of 0 bytes"):
-        pub.publish()
-    storage.resize_(16)
-    with torch.no_grad():
-        module.t.fill_(3.0)
-    pub.publish()
-    assert pub.weights["t"].tolist() == [3.0] * 4
-
-
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_what_a_converted_source_becomes_is_seen(publisher, device):
     module = Holder(nn.Parameter(torch.zeros(8)[::2]))
@@ -244,22 +229,28 @@ KINDS = {
     "subclass parameter": lambda: nn.Parameter(torch.arange(4.0).as_subclass(Marked)),
     "buffer": lambda: nn.Buffer(torch.arange(4.0)),
     "expanded": lambda: torch.arange(4.0)[None].expand(3, 4)[1],
-    "strided": lambda: torch.arange(8.0)[::2] / 2,
-    "reversed copy": lambda: torch.arange(3.0, -1.0, -1.0).flip(0),
+    "expanded to one value": lambda: torch.full((1,), 2.0).expand(4),
+    "strided": lambda: torch.arange(8.0)[::2],
     "part of a storage": lambda: torch.arange(-3.0, 9.0)[3:7],
     "requires grad": lambda: torch.arange(4.0, requires_grad=True) * 1,
+    "negated": lambda: torch._neg_view(-torch.arange(4.0)),
+    "imaginary part": lambda: (torch.arange(4.0) * -1j).conj().imag,
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_plain_memory_of_any_type_is_published(publisher, kind):
     pub = publisher({"t": torch.zeros(4)})
-    pub.publish({"t": KINDS[kind]()})
-    assert pub.weights["t"].tolist() == [0, 1, 2, 3]
+    expected = KINDS[kind]().tolist()
+    for _ in range(3):  # a plan is made, and found again
+        pub.publish({"t": torch.full((4,), -1.0)})
+        assert pub.weights["t"].tolist() == [-1] * 4
+        pub.publish({"t": KINDS[kind]()})
+        assert pub.weights["t"].tolist() == expected
     with torch.inference_mode():
         made_in_inference_mode = KINDS[kind]()
     pub.publish({"t": made_in_inference_mode + 1})
-    assert pub.weights["t"].tolist() == [1, 2, 3, 4]
+    assert pub.weights["t"].tolist() == [value + 1 for value in expected]
 
 
 def test_scripted_children_are_published_and_followed(publisher):
@@ -314,22 +305,3 @@ def test_weights_are_not_applied_to_what_cannot_be_written(publisher, subscriber
         with pytest.raises(shmsync.ManifestMismatch, match=said):
             WeightStrategy().apply_weights(into, {"first": torch.ones(2), "t": torch.ones(4)})
         assert into["first"].tolist() == [0, 0]
-
-
-def test_sharded_modules_are_refused_with_what_to_pass(publisher):
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", (1,))
-    sharded = fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=mesh)
-    parallel = parallelize_module(nn.Sequential(nn.Linear(2, 2)), mesh, {"0": ColwiseParallel()})
-    pub = publisher(nn.Sequential(nn.Linear(2, 2)))
-    for module in (sharded, parallel):
-        with pytest.raises(shmsync.ManifestMismatch, match=r"0\.weight is a DTensor.*full_tensor\(\)"):
-            shmsync.Publisher(module)
-        with pytest.raises(shmsync.ManifestMismatch, match="full_tensor"):
-            pub.publish(module)
-        full = {name: tensor.full_tensor() for name, tensor in module.state_dict().items()}
-        pub.publish(full)
-        assert torch.equal(pub.weights["0", "weight"], full["0.weight"])

@@ -32,29 +32,6 @@ def test_every_dtype_arrives_bit_for_bit(publisher, subscriber, dtype):
     assert sub.weights["t"].is_shared()
 
 
-def test_scalars_and_empty_tensors_keep_their_shape(publisher, subscriber):
-    sub = subscriber(publisher({"scalar": torch.tensor(3.5), "empty": torch.empty(0, 4), "t": torch.ones(2)}))
-    assert sub.weights["scalar"].shape == () and sub.weights["scalar"].item() == 3.5
-    assert sub.weights["empty"].shape == (0, 4)
-
-
-def test_a_lazy_conjugate_put_into_a_cached_source_is_seen(publisher, subscriber):
-    source = {"t": torch.randn(4, dtype=torch.complex64)}
-    pub = publisher(source)
-    pub.publish()
-    source["t"].data = source["t"].data.conj()  # same object, same address, other values
-    pub.publish()
-    assert torch.equal(subscriber(pub).weights["t"], source["t"].resolve_conj())
-
-
-def test_module_keys_nest_as_the_module_does(publisher, subscriber):
-    module = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.BatchNorm1d(3)))
-    sub = subscriber(publisher(module))
-    assert torch.equal(sub.weights["0", "weight"], module[0].weight)
-    assert torch.equal(sub.weights["1", "0", "running_mean"], module[1][0].running_mean)
-    assert sub.weights["1", "0", "num_batches_tracked"].dtype == torch.int64
-
-
 def test_dotted_keys_of_mappings_nest_and_those_of_tensordicts_stay(publisher, subscriber):
     assert subscriber(publisher({"a.b": torch.ones(1), "a.c": torch.ones(1)})).weights["a", "b"].item() == 1
     pub = publisher(TensorDict({"a.b": torch.ones(2), "n": {"m": torch.zeros(2)}}, batch_size=[]))
