@@ -1,4 +1,4 @@
-"""Whatever users can name is described where it is defined. ruff sees to it that there is a docstring at all."""
+"""Every public name is described where it is defined. ruff checks that each Python function has a docstring."""
 
 import enum
 import inspect
@@ -52,25 +52,12 @@ def parameters(function):
 
 @pytest.mark.parametrize("name", sorted(dict(public())))
 def test_every_parameter_and_field_is_described(name):
+    value = dict(public())[name]
+    assert inspect.getdoc(value)  # a class of the native core is not seen by ruff
     missing = [
         f"{where}: {word}"
-        for where, words, texts in parts(name, dict(public())[name])
+        for where, words, texts in parts(name, value)
         for word in words
         if not any(re.search(rf"\b{word}\b", text or "") for text in texts)
     ]
     assert not missing
-
-
-@pytest.mark.parametrize("name", sorted(dict(public())))
-def test_everything_has_a_docstring(name):
-    value = dict(public())[name]
-    assert inspect.getdoc(value), name
-    if inspect.isclass(value):
-        bare = [
-            attribute
-            for attribute, member in vars(value).items()
-            if not attribute.startswith("_")
-            and (inspect.isfunction(member) or isinstance(member, property))
-            and not inspect.getdoc(getattr(value, attribute))
-        ]
-        assert not bare

@@ -28,24 +28,30 @@ def entries():
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
-class TestEveryClass:
-    def test_it_has_an_entry_with_what_it_says_the_cause_and_the_next_step(self, kind):
-        entry = entries()[kind.__name__]
-        for part in ("**It says:**", "**Why:**", "**Next:**"):
-            assert len(entry.partition(part)[2].split("**")[0].split()) >= 4, part
+every_class = pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 
-    def test_it_leads_there_by_attribute_note_and_docstring(self, kind):
-        error = kind("the arena 'a' is full")
-        assert error.help == f"{errors.DOCUMENTATION}/troubleshooting.md#{kind.__name__.lower()}"
-        assert str(error) == "the arena 'a' is full" == error.args[0]  # programs read these
-        assert error.__notes__ == [f"help: {error.help}"]
-        assert f"troubleshooting.md#{kind.__name__.lower()}" in kind.__doc__
 
-    @pytest.mark.parametrize("travel", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
-    def test_it_still_does_after_a_journey(self, kind, travel):
-        error = kind("late", version=3, missing=[1])
-        error.leaves = ("layer.weight",)
+@every_class
+def test_it_has_an_entry_with_what_it_says_the_cause_and_the_next_step(kind):
+    entry = entries()[kind.__name__]
+    for part in ("**It says:**", "**Why:**", "**Next:**"):
+        assert len(entry.partition(part)[2].split("**")[0].split()) >= 4, part
+
+
+@every_class
+def test_it_leads_there_by_attribute_note_and_docstring(kind):
+    error = kind("the arena 'a' is full")
+    assert error.help == f"{errors.DOCUMENTATION}/troubleshooting.md#{kind.__name__.lower()}"
+    assert str(error) == "the arena 'a' is full" == error.args[0]  # programs read these
+    assert error.__notes__ == [f"help: {error.help}"]
+    assert f"troubleshooting.md#{kind.__name__.lower()}" in kind.__doc__
+
+
+@every_class
+def test_it_still_does_after_a_journey(kind):
+    error = kind("late", version=3, missing=[1])
+    error.leaves = ("layer.weight",)
+    for travel in (copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))):
         arrived = travel(travel(error))
         assert type(arrived) is kind and arrived.help == error.help and arrived.__notes__ == error.__notes__
         assert (str(arrived), arrived.version, arrived.missing, arrived.leaves) == ("late", 3, [1], ("layer.weight",))
