@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import shmsync
 from shmsync.memory.slab import available as _memory
 from shmsync.memory.slab import slab as _slab
 from support.faults.forged import write
+from support.faults.interrupts import Interrupt, interrupt_at
 from support.processes import descriptors, segment_path
 
 
@@ -52,29 +54,6 @@ def test_no_limit_means_the_machine(tmp_path):
     proc.write_text("0::/\n")
     (tmp_path / "memory.max").write_text("max\n")
     assert _memory.available_bytes(proc=proc, root=tmp_path) > 1 << 20
-
-
-def test_the_slab_is_one_storage_that_torch_knows_to_be_shared(publisher, subscriber):
-    sub = subscriber(publisher({str(i): torch.ones(4) for i in range(50)}))
-    leaves = list(sub.weights.values(True, True))
-    assert len({leaf.untyped_storage().data_ptr() for leaf in leaves}) == 1
-    assert all(leaf.is_shared() for leaf in leaves)
-
-
-def test_an_arena_has_one_descriptor_in_its_publisher_and_none_in_a_subscriber(publisher, subscriber):
-    before = descriptors()
-    pub = publisher({str(i): torch.ones(4) for i in range(50)}, slots=2)
-    (fd,) = set(descriptors().items()) - set(before.items())
-    assert fd[1] == f"/memfd:shmsync:{pub.name} (deleted)"
-    with_pub = descriptors()
-    sub = subscriber(pub)
-    pub.publish()
-    assert sub.refresh()
-    assert descriptors() == with_pub
-    sub.close()
-    pub.close()
-    gc.collect()
-    assert descriptors() == before
 
 
 def test_a_mapping_that_torch_refuses_is_a_lack_of_memory(monkeypatch):
@@ -135,40 +114,12 @@ sys.exit(0 if seen == {True, False} else 3)
             other.kill()
 
 
-class InterruptAt:
-    """Ctrl-C at the nth line of slab.create() that begins while this is entered."""
-
-    def __init__(self, nth):
-        self.left = nth
-
-    def __enter__(self):
-        sys.settrace(lambda frame, *_: self._line if frame.f_code is _slab.create.__code__ else None)
-
-    def __exit__(self, *_):
-        sys.settrace(None)
-
-    def _line(self, frame, event, argument):
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-        return self._line
-
-
-def interrupted_at(nth):
-    """Was slab.create() interrupted there?"""
-    try:
-        with InterruptAt(nth):
-            _slab.create(2, 1 << 21, bytes(16), "interrupted")
-    except KeyboardInterrupt:
-        return True
-    return False
-
-
 def test_an_interrupt_anywhere_closes_the_slabs_descriptor_once():
     before = descriptors()
-    for nth in itertools.count(1):
-        if not interrupted_at(nth):
+    for line in itertools.count():
+        with interrupt_at(line, lambda code: code is _slab.create.__code__) as raised, suppress(Interrupt):
+            _slab.create(2, 1 << 21, bytes(16), "interrupted")
+        if not raised:
             break
         assert {target for target in descriptors().values() if "interrupted" in target} == set()
         files = [open(os.devnull) for _ in range(4)]  # noqa: SIM115  # they get the numbers that were free
@@ -176,7 +127,7 @@ def test_an_interrupt_anywhere_closes_the_slabs_descriptor_once():
         for file in files:
             os.fstat(file.fileno())
             file.close()
-    assert nth > 15
+    assert line >= 15
     gc.collect()
     assert descriptors() == before
 

@@ -80,6 +80,11 @@ def test_piece_that_is_not_inside_is_refused(sealed, spans):
         pieces_at(sealed.place, spans)
 
 
+def expect_refused(fd):
+    with pytest.raises(ArenaCorrupt, match="seals"):
+        pieces_at(MemfdAt(me().owner, fd, os.fstat(fd).st_ino, 64, bytes(16)), [(0, 8)])
+
+
 @pytest.mark.parametrize("seals", [0, 0x2, 0x2 | 0x4, 0x2 | 0x4 | 0x8, 0x1 | 0x2 | 0x4])
 def test_file_without_all_seals_is_refused(seals):
     fd = os.memfd_create("hostile", os.MFD_ALLOW_SEALING)
@@ -87,9 +92,7 @@ def test_file_without_all_seals_is_refused(seals):
         os.write(fd, bytes(64))
         if seals:
             fcntl.fcntl(fd, 1033, seals)
-        place = MemfdAt(me().owner, fd, os.fstat(fd).st_ino, 64, bytes(16))
-        with pytest.raises(ArenaCorrupt, match="seals"):
-            pieces_at(place, [(0, 8)])
+        expect_refused(fd)
     finally:
         os.close(fd)
 
@@ -100,8 +103,7 @@ def test_fifo_and_file_are_refused(tmp_path):
     for name in ("fifo", "file"):
         fd = os.open(tmp_path / name, os.O_RDONLY | os.O_NONBLOCK)
         try:
-            with pytest.raises(ArenaCorrupt, match="seals"):
-                pieces_at(MemfdAt(me().owner, fd, os.fstat(fd).st_ino, 64, bytes(16)), [(0, 8)])
+            expect_refused(fd)
         finally:
             os.close(fd)
 

@@ -9,7 +9,6 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import time
 
 import pytest
@@ -69,27 +68,6 @@ def test_a_channel_and_a_plain_connection_read_what_the_other_one_sends(pipe, si
     writing = Call(theirs.send, message)
     assert read_all(channel) == message
     writing.result()
-
-
-def test_frames_of_more_than_two_gigabytes_have_a_long_header(pipe):
-    ours, theirs = pipe  # how one is written: native/tests/test_frames.cpp
-    raw = socket.socket(fileno=os.dup(theirs.fileno()))
-    with raw:
-        payload = pickle.dumps("far")
-        raw.sendall(struct.pack("!iQ", -1, len(payload)) + bytes(payload))
-    assert read_all(Channel.of(ours)) == "far"
-
-
-def test_half_a_message_is_kept_until_the_rest_is_there(pipe):
-    ours, theirs = pipe
-    payload = bytes(pickle.dumps("whole"))
-    frame = struct.pack("!i", len(payload)) + payload
-    channel = Channel.of(ours)
-    for i in range(len(frame)):
-        assert read(channel) is None
-        os.write(theirs.fileno(), frame[i : i + 1])
-    assert read(channel) == ("whole",)
-    assert channel.idle
 
 
 def test_a_full_pipe_never_blocks_and_keeps_only_the_newest_weights(pipe):
@@ -226,22 +204,6 @@ def test_exchange_takes_exactly_the_expected_answers_and_leaves_the_rest():
         for ours, theirs in pipes:
             ours.close()
             theirs.close()
-
-
-def test_what_does_not_leave_is_kept_and_the_end_is_told(pipe):
-    ours, theirs = pipe
-    channel = Channel.of(ours)
-    sent = 0
-    while not channel.unsent:
-        channel.send(b"x" * 50_000)
-        sent += 1
-    reading = Call(lambda: [theirs.recv_bytes() for _ in range(sent)])
-    write_all(channel)
-    assert reading.result() == [b"x" * 50_000] * sent
-    assert not channel.ended
-    theirs.close()
-    channel.send(b"x")
-    assert channel.ended and not channel.unsent
 
 
 def test_a_poll_of_links_finds_readable_pipes_and_processes_that_have_ended(pipe):

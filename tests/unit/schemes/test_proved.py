@@ -62,16 +62,6 @@ def until_ended(listener, connection):
         assert connection.recv(1) == b""
 
 
-def test_two_ends_that_know_the_secret_get_a_connection(listener):
-    ours, theirs = connect(listener)
-    ours.send("there")
-    assert theirs.recv() == "there"
-    theirs.send("back")
-    assert ours.recv() == "back"
-    ours.close()
-    theirs.close()
-
-
 def test_a_dialler_that_does_not_know_the_secret_gets_none(listener):
     made = dial(listener, bytes(PROOF))
     admitted = []
