@@ -37,6 +37,7 @@ from shmsync.schemes.remote.packed_weights import Label, Packer, unpack
 from support.faults.forged import FIELDS, identity, packed
 from support.fuzz.mutating import Mutator
 from support.processes import segment_path
+from support.weights import tensors
 
 CORPUS = Path(__file__).parents[2] / "fuzz" / "corpus"
 ROOM = 1 << 20  # bytes of a slot
@@ -159,6 +160,9 @@ class PipeFrames(Target):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
+        self._open()
+
+    def _open(self) -> None:
         self._ends = socket.socketpair()
         self._frames = _native.Frames(self._ends[1].fileno())
 
@@ -176,10 +180,8 @@ class PipeFrames(Target):
                 pass
         assert sum(map(len, found)) < 4000
         if self._frames.garbage is not None or self._frames.incoming is not None or not self._frames.idle:
-            for end in self._ends:
-                end.close()
-            self._ends = socket.socketpair()
-            self._frames = _native.Frames(self._ends[1].fileno())
+            self.close()
+            self._open()
 
     def close(self) -> None:
         for end in self._ends:
@@ -260,22 +262,11 @@ class PackedParts(Target):
         came = sum(piece.nbytes for piece in pieces)
         weights = unpack(Label(*label), *pieces)
         used = {}
-        for leaf in _tensors(weights):
+        for leaf in tensors(weights):
             storage = leaf.untyped_storage()
             used[storage.data_ptr()] = storage.nbytes()
             leaf.sum()
         assert sum(used.values()) <= came, "there is more memory than came"
-
-
-def _tensors(weights: Any) -> list[torch.Tensor]:
-    values = weights.values(True, True) if hasattr(weights, "batch_size") else weights.values()
-    found = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif hasattr(value, "values"):
-            found += _tensors(value)
-    return found
 
 
 class RankAddresses(Target):

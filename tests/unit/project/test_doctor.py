@@ -14,15 +14,8 @@ from shmsync.cli.doctor import Level
 
 def test_every_finding_that_is_not_fine_has_a_cure():
     found = doctor.examine()
-    assert {finding.check for finding in found} >= {
-        "system",
-        "shm",
-        "memory",
-        "memfd",
-        "workers",
-        "descriptors",
-        "cuda",
-    }
+    checks = {"system", "shm", "memory", "memfd", "workers", "descriptors", "cuda"}
+    assert {finding.check for finding in found} >= checks
     assert [finding for finding in found if finding.level in (Level.WARNING, Level.FAILURE) and not finding.cure] == []
 
 
@@ -37,45 +30,31 @@ def test_this_machine_runs_the_tests_so_nothing_fails_here(capsys):
     assert {"check", "level", "text", "cure"} == set(told["findings"][0])
 
 
-def elsewhere(flags, before, *arguments):
-    """`shmsync doctor` in separate namespaces: (status, findings by check)."""
+FULL, SMALL = (f"mount -t tmpfs -o size={size} none /dev/shm" for size in ("512k", "2m"))
+READ_ONLY = "mount -t tmpfs none /dev/shm && mount -o remount,ro /dev/shm"
+# Flags of unshare, what is done there and the arguments; the status, and the check with its level, text and cure. In a
+# pid namespace without its own /proc, the pids that a process knows are not those that /proc shows.
+ELSEWHERE = {
+    "a full /dev/shm": (["-Urm"], FULL, [], 1, ("shm", "failure", "512.0 KiB of 512.0 KiB free", "--shm-size")),
+    "a small /dev/shm": (["-Urm"], SMALL, [], 0, ("shm", "warning", "", "")),
+    "a small /dev/shm, for the strict": (["-Urm"], SMALL, ["--strict"], 1, ("shm", "warning", "", "")),
+    "a read-only /dev/shm": (["-Urm"], READ_ONLY, [], 1, ("shm", "failure", "", "")),
+    "a /proc of other processes": (["-Urmp", "--fork"], "true", [], 1, ("workers", "failure", "", "hidepid")),
+    "few descriptors": (["-Ur"], "ulimit -n 128", ["--strict"], 1, ("descriptors", "warning", "", "ulimit -n")),
+}
+
+
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_in_other_namespaces(where):
+    flags, before, arguments, status, (check, level, text, cure) = ELSEWHERE[where]
     script = f'{before} || exit 77; exec "$@"'
     command = ["unshare", *flags, "sh", "-c", script, "sh", sys.executable, "-m", "shmsync", "doctor", "--json"]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False, cwd="/")
     if done.returncode == 77 or done.stderr.startswith("unshare"):
         pytest.skip(f"this system does not allow namespaces or mounts: {done.stderr.strip()}")
-    return done.returncode, {each["check"]: each for each in json.loads(done.stdout)["findings"]}
-
-
-def test_a_full_dev_shm():
-    status, found = elsewhere(["-Urm"], "mount -t tmpfs -o size=512k none /dev/shm")
-    assert (status, found["shm"]["level"]) == (1, "failure")
-    assert "512.0 KiB of 512.0 KiB free" in found["shm"]["text"]
-    assert "--shm-size" in found["shm"]["cure"]
-
-
-def test_a_small_dev_shm_is_a_failure_for_the_strict_only():
-    status, found = elsewhere(["-Urm"], "mount -t tmpfs -o size=2m none /dev/shm")
-    assert (status, found["shm"]["level"]) == (0, "warning")
-    assert elsewhere(["-Urm"], "mount -t tmpfs -o size=2m none /dev/shm", "--strict")[0] == 1
-
-
-def test_a_read_only_dev_shm():
-    _, found = elsewhere(["-Urm"], "mount -t tmpfs none /dev/shm && mount -o remount,ro /dev/shm")
-    assert found["shm"]["level"] == "failure"
-
-
-def test_a_proc_of_other_processes():
-    """A pid namespace without its own /proc: the pids that a process knows are not those that /proc shows."""
-    status, found = elsewhere(["-Urmp", "--fork"], "true")
-    assert (status, found["workers"]["level"]) == (1, "failure")
-    assert "hidepid" in found["workers"]["cure"]
-
-
-def test_few_descriptors():
-    status, found = elsewhere(["-Ur"], "ulimit -n 128", "--strict")
-    assert (status, found["descriptors"]["level"]) == (1, "warning")
-    assert "ulimit -n" in found["descriptors"]["cure"]
+    found = {each["check"]: each for each in json.loads(done.stdout)["findings"]}[check]
+    assert (done.returncode, found["level"]) == (status, level)
+    assert text in found["text"] and cure in found["cure"]
 
 
 def test_a_cgroup_that_leaves_little(tmp_path):
@@ -94,11 +73,7 @@ def test_a_cgroup_that_leaves_little(tmp_path):
 
 @pytest.mark.parametrize(
     ("shown", "level"),
-    [
-        ("always [never] within_size", Level.NOTE),
-        ("always [within_size] never", Level.OK),
-        (None, Level.NOTE),
-    ],
+    [("always [never] within_size", Level.NOTE), ("always [within_size] never", Level.OK), (None, Level.NOTE)],
 )
 def test_huge_pages(tmp_path, shown, level):
     path = tmp_path / "sys/kernel/mm/transparent_hugepage/shmem_enabled"

@@ -36,37 +36,34 @@ def written(folder, statement):
     return path
 
 
-def test_each_mutation_of_a_marker_is_a_text_of_its_own(run, tmp_path):
-    path = written(tmp_path, "atomic_thread_fence(memory_order_seq_cst); // SYNC a.b => drop => acq_rel")
-    base, dropped, weaker = (case.text for case in run.cases(path))
-    assert "SYNC" not in base + dropped + weaker
-    assert "fence(memory_order_seq_cst)" in base
-    assert "fence" not in dropped
-    assert "fence(memory_order_acq_rel)" in weaker
+FENCE = "atomic_thread_fence(memory_order_seq_cst);"
+CAS = "int r = atomic_compare_exchange_strong_explicit(x, e, 2, memory_order_acq_rel, memory_order_relaxed);"
+MUTATIONS = {  # the statement, what a marker makes of it, and what each text has in its place
+    "a fence": (FENCE, "drop => acq_rel", [FENCE, "", "atomic_thread_fence(memory_order_acq_rel);"]),
+    "where a compare-and-swap succeeds": (CAS, "release", [CAS, CAS.replace("acq_rel", "release")]),
+    "another statement": ("int r = 0;", "int r = 1;", ["int r = 0;", "int r = 1;"]),
+}
 
 
-def test_a_compare_and_swap_is_weakened_where_it_succeeds(run, tmp_path):
-    cas = "int r = atomic_compare_exchange_strong_explicit(x, e, 2, memory_order_acq_rel, memory_order_relaxed);"
-    _, weaker = (case.text for case in run.cases(written(tmp_path, f"{cas}  // SYNC a.b => release")))
-    assert "2, memory_order_release, memory_order_relaxed" in weaker
+@pytest.mark.parametrize("what", MUTATIONS)
+def test_each_mutation_of_a_marker_is_a_text_of_its_own(run, tmp_path, what):
+    statement, weaker, expected = MUTATIONS[what]
+    cases = run.cases(written(tmp_path, f"{statement}  // SYNC a.b => {weaker}"))
+    texts = [case.text for case in cases]
+    assert [text.split("{\n")[1].partition("}")[0].strip() for text in texts] == expected
 
 
-def test_a_statement_may_take_the_place_of_another(run, tmp_path):
-    _, other = (case.text for case in run.cases(written(tmp_path, "int r = 0;  // SYNC a.b => int r = 1;")))
-    assert "int r = 1;" in other
-    assert "int r = 0" not in other
-
-
-def test_a_marker_that_cannot_be_read_is_refused_and_not_passed_over(run, tmp_path):
-    path = written(tmp_path, "int r = 1;  // SYNC A.b => int r = 2;")
-    with pytest.raises(ValueError, match=r"one\.c11\.litmus: cannot read the marker"):
-        run.cases(path)
-
-
-def test_an_order_that_is_no_weaker_is_refused(run, tmp_path):
-    path = written(tmp_path, "atomic_thread_fence(memory_order_release); // SYNC a.b => release")
-    with pytest.raises(ValueError, match="cannot weaken"):
-        run.cases(path)
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("int r = 1;  // SYNC A.b => int r = 2;", r"one\.c11\.litmus: cannot read the marker"),
+        ("atomic_thread_fence(memory_order_release); // SYNC a.b => release", "cannot weaken"),
+    ],
+    ids=["a marker that cannot be read", "an order that is no weaker"],
+)
+def test_a_marker_that_would_change_nothing_is_refused(run, tmp_path, statement, said):
+    with pytest.raises(ValueError, match=said):
+        run.cases(written(tmp_path, statement))
 
 
 def test_without_herd7_it_names_what_was_never_run(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 import random
 
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 from shmsync.engine.source import pickling
-from shmsync.memory.manifest import Manifest
 from shmsync.schemes.remote.packed_weights import Packer
 
 DTYPES = [
@@ -171,14 +169,6 @@ def test_strides_of_one_may_be_any_number(publisher, subscriber):
     sub = subscriber(publisher({"far": far, "farther": farther, "zero": far.as_strided((1, 3), (0, 1))}))
     assert sub.weights["far"].stride() == (2**59 - 1, 1) and sub.weights["zero"].stride() == (0, 1)
     assert torch.equal(sub.weights["farther"], farther) and sub.weights["farther"].is_contiguous()
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_manifest_has_the_layout_only_where_it_is_not_rows(seed):
-    made = Manifest.of({(key,): tensor for key, tensor in drawn(random.Random(seed)).items()})
-    assert Manifest.from_json(made.to_json(), made.slot_bytes) == made
-    for entry, leaf in zip(json.loads(made.to_json())["leaves"], made.leaves, strict=True):
-        assert (len(entry) == 6) == (leaf.strides != torch.empty(leaf.shape, device="meta").stride())
 
 
 # ---- modules
