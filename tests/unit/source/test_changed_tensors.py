@@ -51,6 +51,20 @@ class Holder:
         return ("n", name) if "nested" in self.how and name in "abc" else name
 
 
+def holding(tensor, how):
+    """A source that holds this tensor as "t", and the tensor as it has it."""
+    if how == "dict":
+        return {"t": tensor}, tensor
+    if how == "TensorDict":
+        return TensorDict({"t": tensor}), tensor
+    source = nn.Module()
+    if how == "module":
+        source.register_buffer("t", tensor)
+    else:
+        source.t = nn.Parameter(tensor)
+    return source, source.t
+
+
 def cut(tensor, nbytes=None):
     """Give its memory back, and take less of it, by default half; at times the allocator gives the same place again."""
     storage = tensor.untyped_storage()
@@ -121,16 +135,7 @@ def test_a_storage_that_was_cut_at_the_same_place_is_refused(publisher, table, l
     found = 0
     for size in (16, 32, 64, 128, 256, 512) * 50:  # until the allocator has done so twice
         tensor = torch.ones(size) if layout == "dense" else torch.ones(size, 4)[:, 0]
-        source = {"t": tensor}
-        if how == "TensorDict":
-            source = TensorDict(source)
-        elif how != "dict":
-            source = nn.Module()
-            if how == "module":
-                source.register_buffer("t", tensor)
-            else:
-                source.t = nn.Parameter(tensor)
-                tensor = source.t
+        source, tensor = holding(tensor, how)
         pub = publisher(source, dtype={"*": torch.float64} if cast else None)
         address = tensor.data_ptr()
         pub.publish(source)
@@ -170,18 +175,10 @@ def test_a_publish_asks_no_mode_of_the_caller(publisher, how):
 
 
 @pytest.mark.parametrize("cast", [False, True], ids=["as bytes", "cast"])
-@pytest.mark.parametrize("how", ["dict", "TensorDict", "module", "own class"])
+@pytest.mark.parametrize("how", ["dict", "TensorDict", "parameters", "own class"])
 def test_a_source_that_lies_in_the_slab_is_refused_each_time(publisher, how, cast):
-    tensor = nn.Parameter(torch.ones(64))
-    source = TensorDict({"t": tensor})
-    if how == "own class":
-        source = TensorDict({"t": tensor.data.as_subclass(type("Own", (torch.Tensor,), {}))})
-        tensor = source["t"]
-    elif how == "module":
-        source = nn.Module()
-        source.t = tensor
-    elif how == "dict":
-        source = {"t": tensor}
+    tensor = torch.ones(64).as_subclass(type("Own", (torch.Tensor,), {})) if how == "own class" else torch.ones(64)
+    source, tensor = holding(tensor, "TensorDict" if how == "own class" else how)
     pub = publisher({"t": torch.ones(64)}, slots=2, dtype={"*": torch.float64} if cast else None)
     for _ in range(3):
         pub.publish(source)

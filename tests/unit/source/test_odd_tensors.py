@@ -15,7 +15,6 @@ import shmsync
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightStrategy
 from shmsync.schemes.remote.packed_weights import Packer
 from support.odd_tensors import BECOME, CANNOT_BECOME, ODD
-from support.weights import fill
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank"),  # DTensors need a group
@@ -251,16 +250,6 @@ def test_plain_memory_of_any_type_is_published(publisher, kind):
         made_in_inference_mode = KINDS[kind]()
     pub.publish({"t": made_in_inference_mode + 1})
     assert pub.weights["t"].tolist() == [value + 1 for value in expected]
-
-
-def test_scripted_children_are_published_and_followed(publisher):
-    module = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))), nn.Linear(2, 2))
-    pub = publisher(module)
-    assert set(pub.weights.flatten_keys(".").keys()) == {*module.state_dict()}
-    for value in (3.0, 4.0):
-        fill(module, value)
-        pub.publish()
-        assert all((leaf == value).all() for leaf in pub.weights.values(True, True))
 
 
 @tensorclass

@@ -18,6 +18,7 @@ from support.zoo.replacing import (
     assert_current,
     load_assign,
     new_parameter,
+    shown,
     update,
 )
 
@@ -129,27 +130,19 @@ def test_a_buffer_with_two_names_is_seen_under_both(adopted, same):
         updated()
 
 
-def test_a_buffer_that_is_not_in_rows_is_gathered(adopted):
-    module = nn.Linear(2, 2)
-    module.register_buffer("table", torch.arange(6.0).view(2, 3).t())
-    pub, sub = adopted(module)
-    for _ in range(2):
-        module.table.mul_(2)
-        update(pub)
-        assert_current(sub, module)
-    module.table = torch.ones(3, 2)
-    update(pub)
-    assert_current(sub, module)
-
-
-def test_a_scripted_module_is_followed_without_dicts_to_watch(adopted):
-    module = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    pub, sub = adopted(module)
+@pytest.mark.parametrize("how", ["source", "adopted, update"])
+def test_a_scripted_module_is_followed_without_dicts_to_watch(publisher, subscriber, how):
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    module = nn.Sequential(scripted, nn.Linear(2, 2))
+    held = Held(publisher, module, how)
+    sub = subscriber(held.pub)
+    assert set(shown(sub)) == {*module.state_dict()}
     for value in (3.0, 4.0):
-        getattr(module, "0").weight = nn.Parameter(torch.full((2, 2), value))
+        getattr(scripted, "0").weight = nn.Parameter(torch.full((2, 2), value))
         module(torch.randn(4, 2))
-        update(pub)
+        held.send()
         assert_current(sub, module)
-        with pub.update():
+        with held.pub.update() if how.startswith("adopted") else nullcontext():
             add_in_place(module)
+        held.send()
         assert_current(sub, module)
