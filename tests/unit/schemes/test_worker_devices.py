@@ -9,7 +9,8 @@ import torch
 from shmsync.errors import ManifestMismatch
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from shmsync.schemes.arenas.worker_devices import WorkerDevices
-from support.conformance.nets import Stamped, ask, stamp
+from support.conformance.nets import Stamped, stamp
+from support.conformance.rigs import PipeRig
 from support.devices.simulated import Simulated, installed
 from support.processes import segments
 
@@ -23,44 +24,13 @@ def two():
         yield {first.name: first, second.name: second}
 
 
-class Team:
-    """A scheme's sender, and receivers in this process, each with its own pipe. `lie`: where their modules are."""
-
-    def __init__(self, scheme, workers, lie=None, **given):
-        self.scheme, self.ends, self.receivers = scheme, [multiprocessing.Pipe() for _ in range(workers)], []
-        self.nets = [Stamped(0).to(place or "cpu") for place in lie or [None] * workers]
-        scheme.init_on_sender("policy", pipes=[ours for ours, _ in self.ends], **given)
-        for index, (_, theirs) in enumerate(self.ends):
-            copy = pickle.loads(pickle.dumps(scheme))
-            copy.init_on_worker("policy", pipe=theirs, model=self.nets[index], worker_idx=index)
-            self.receivers.append(copy.get_receiver())
-
-    def send(self, weights, worker_ids=None):
-        sender = self.scheme.get_sender()
-        sender.send_async(weights, worker_ids)
-        for index in range(len(self.receivers)) if worker_ids is None else worker_ids:
-            self.receivers[index].receive(5.0)
-        sender.wait_async()
-
-    def stamps(self):
-        return [ask(net) for net in self.nets]
-
-    def places(self):
-        return [str(net.layer.weight.device) for net in self.nets]
-
-    def close(self):
-        for receiver in self.receivers:
-            if hasattr(receiver, "close"):
-                receiver.close()
-        self.scheme.shutdown()
-
-
 @pytest.fixture
 def team():
+    """team(scheme, lie, ...) -> a rig whose workers' modules lie at these places."""
     made = []
 
-    def make(*args, **given):
-        made.append(Team(*args, **given))
+    def make(scheme, lie, **given):
+        made.append(PipeRig(scheme, nets=[Stamped(0).to(place or "cpu") for place in lie], **given))
         return made[-1]
 
     yield make
@@ -68,46 +38,50 @@ def team():
         each.close()
 
 
+def places_of(rig):
+    return [str(net.layer.weight.device) for net in rig.nets]
+
+
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("source", ["cpu", "simulated:1"])
 def test_each_device_has_one_arena_for_all_its_workers(two, team, slots, source):
     places = ["simulated:0", None, "simulated:1", "simulated:0", "cpu"]
-    made = team(SharedMemWeightSyncScheme(device=places, slots=slots), 5, lie=places)
+    made = team(SharedMemWeightSyncScheme, places, device=places, slots=slots)
     allocated = {name: device.allocated for name, device in two.items()}
     before = set(segments())
     net = Stamped(0).to(source)
     for value in (1, 2, 3):
-        made.send(stamp(net, value))
+        made.deliver(stamp(net, value))
         assert made.stamps() == [value] * 5
-    assert made.places() == ["cpu" if place is None else place for place in places]
+    assert places_of(made) == ["cpu" if place is None else place for place in places]
     assert {name: device.allocated - allocated[name] for name, device in two.items()} == dict.fromkeys(two, 1)
     assert len(set(segments()) - before) == 3
 
 
 def test_one_copy_of_each_version_goes_to_each_device(two, team):
     places = ["simulated:0"] * 3 + ["simulated:1"] * 2
-    made = team(SharedMemWeightSyncScheme(device=places), 5, lie=places)
-    made.send(Stamped(1))
+    made = team(SharedMemWeightSyncScheme, places, device=places)
+    made.deliver(Stamped(1))
     before = {name: device.copies for name, device in two.items()}
-    made.send(Stamped(2))
+    made.deliver(Stamped(2))
     assert {name: device.copies - before[name] for name, device in two.items()} == dict.fromkeys(two, 1)
 
 
 def test_devices_and_groups_go_together(two, team):
     places = ["simulated:0", None, "simulated:0"]
-    made = team(SharedMemWeightSyncScheme(device=places, groups=[[0, 1], [2]]), 3, lie=places)
-    made.send(Stamped(1))
-    made.send(Stamped(2), [2])
-    made.send(Stamped(3), [1])  # alone on its device
+    made = team(SharedMemWeightSyncScheme, places, device=places, groups=[[0, 1], [2]])
+    made.deliver(Stamped(1))
+    made.deliver(Stamped(2), [2])
+    made.deliver(Stamped(3), [1])  # alone on its device
     assert made.stamps() == [1, 3, 2]
-    assert made.places() == ["simulated:0", "cpu", "simulated:0"]
+    assert places_of(made) == ["simulated:0", "cpu", "simulated:0"]
 
 
 def test_a_device_that_all_share_is_said_once_or_for_each(two, team):
-    made = team(SharedMemWeightSyncScheme(device=("simulated:0", "simulated:0")), 2)
-    made.send(Stamped(1))
+    made = team(SharedMemWeightSyncScheme, [None, None], device=("simulated:0", "simulated:0"))
+    made.deliver(Stamped(1))
     with pytest.raises(ValueError, match="share one arena"):
-        made.send(Stamped(2), [0])
+        made.deliver(Stamped(2), [0])
     assert made.stamps() == [1, 1]
 
 
@@ -155,18 +129,19 @@ def test_a_worker_need_not_see_the_devices_of_the_others(two):
 
 
 def test_devices_said_where_the_workers_are_known(two, team):
-    made = team(SharedMemWeightSyncScheme(), 2, lie=[None, "simulated:1"], device=[None, "simulated:1"])
-    made.send(Stamped(1))
-    assert made.places() == ["cpu", "simulated:1"]
-    late = team(SharedMemWeightSyncScheme(), 1)
-    late.send(Stamped(1))
+    given = {"device": [None, "simulated:1"]}
+    made = team(SharedMemWeightSyncScheme, [None, "simulated:1"], given=given)
+    made.deliver(Stamped(1))
+    assert places_of(made) == ["cpu", "simulated:1"]
+    late = team(SharedMemWeightSyncScheme, [None])
+    late.deliver(Stamped(1))
     with pytest.raises(ValueError, match=r"device='simulated:0' comes too late: the weights of policy lie"):
-        late.scheme.init_on_sender("policy", pipes=[late.ends[0][0]], device="simulated:0")
-    late.send(Stamped(2))
-    assert (late.stamps(), late.places()) == ([2], ["cpu"])
+        late.scheme.init_on_sender("policy", pipes=late.pipes[::2], device="simulated:0")
+    late.deliver(Stamped(2))
+    assert (late.stamps(), places_of(late)) == ([2], ["cpu"])
     contrary = SharedMemWeightSyncScheme(device="simulated:0")
     with pytest.raises(ValueError, match=r"device='simulated:0', but its workers are on .*'simulated:1'"):
-        team(contrary, 2, device=[None, "simulated:1"])
+        contrary.init_on_sender("policy", pipes=made.pipes[::2], **given)
     contrary.shutdown()
 
 
@@ -177,14 +152,14 @@ def test_one_storage_for_all_cannot_be_on_two_devices(two):
 
 def test_weights_that_travel_come_from_any_device_in_order(two, team):
     device = two["simulated:0"]
-    made = team(MultiProcessWeightSyncScheme(device=[None, "cpu"]), 2)
+    made = team(MultiProcessWeightSyncScheme, [None, None], device=[None, "cpu"])
     net = Stamped(1).to(device.torch_device)
     tensors = [*net.parameters(), *net.buffers()]
     with device.on(device.stream()):
         for value in (2, 3, 4):
             for tensor in tensors:
                 device.kernel(lambda tensor=tensor, value=value: tensor.data.fill_(value))
-            made.send(net)
+            made.deliver(net)
             assert made.stamps() == [value, value]
 
 
