@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -175,17 +176,19 @@ def test_strides_of_one_may_be_any_number(publisher, subscriber):
 
 
 class Planes(nn.Module):
-    def __init__(self):
+    def __init__(self, dims):
         super().__init__()
+        self.size = (9, 9, 9)[:dims]
+        convolution, norm = (nn.Conv2d, nn.BatchNorm2d) if dims == 2 else (nn.Conv3d, nn.BatchNorm3d)
         self.net = nn.Sequential(
-            nn.Conv2d(4, 24, 3), nn.BatchNorm2d(24), nn.ReLU(), nn.Conv2d(24, 40, 1), nn.ReLU(), nn.Conv2d(40, 5, 3)
+            convolution(4, 24, 3), norm(24), nn.ReLU(), convolution(24, 40, 1), nn.ReLU(), convolution(40, 5, 3)
         )
 
     def forward(self, x):
         return self.net(x)
 
     def inputs(self):
-        return torch.randn(3, 4, 9, 9)
+        return torch.randn(3, 4, *self.size)
 
 
 class Wide(nn.Module):
@@ -221,9 +224,9 @@ class Tied(nn.Module):
         return torch.randn(29, 67)
 
 
-def planes(turned=True):
-    made = Planes().eval()
-    return made.to(memory_format=torch.channels_last) if turned else made
+def planes(turned=True, dims=2, memory_format=torch.channels_last):
+    made = Planes(dims).eval()
+    return made.to(memory_format=memory_format) if turned else made
 
 
 def wide(turned=True):
@@ -237,6 +240,7 @@ def wide(turned=True):
 
 NETS = {
     "channels_last": planes,
+    "channels_last_3d": partial(planes, dims=3, memory_format=torch.channels_last_3d),
     "transposed": wide,
     "tied transposed": lambda turned=True: Tied(),
 }
