@@ -12,10 +12,9 @@ from torch import nn
 
 import shmsync
 from shmsync.engine.arena_writer import ArenaWriter
-from shmsync.schemes import SharedMemWeightSyncScheme
 from support.calls import Call
 from support.conformance.nets import Stamped
-from support.conformance.rigs import PipeRig
+from support.conformance.rigs import rigs
 
 
 def tensordict(value):
@@ -36,15 +35,8 @@ RECOGNISED = [form for form in FORMS if form != "flat tensordict"]
 
 @pytest.fixture
 def open_rig():
-    made = []
-
-    def start(**options):
-        made.append(PipeRig(SharedMemWeightSyncScheme, **options))
-        return made[-1]
-
-    yield start
-    for rig in made:
-        rig.close()
+    with rigs("shm", {}) as make:
+        yield make
 
 
 @pytest.fixture

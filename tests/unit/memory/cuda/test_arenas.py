@@ -1,6 +1,8 @@
 """A whole arena on a GPU: a publisher and a subscriber over the proxy of CUDA's calls."""
 
+import contextlib
 import gc
+import itertools
 
 import pytest
 import torch
@@ -14,15 +16,33 @@ from support.devices.standin_torch import torch_stream
 
 
 @pytest.fixture
-def arena(process):
-    """arena(weights, ...) -> its calls, a publisher on the proxy, and a subscriber that finds it by its handle."""
-    before, opened = list(devices._default), []
+def lie_there():
+    """lie_there() lets new arenas lie on the proxy's GPU, until the end of the test."""
+    before = list(devices._default)
 
-    def make(weights, slots=2, made=False, **options):
-        calls = visible.device(0)._calls if made else process(World())
+    def make():
         device = visible.device(0)
         device.torch_device = torch.device("simulated", 0)  # for torch
         devices._default[:] = [device]
+
+    yield make
+    devices._default[:] = before
+
+
+def ones_there(count):
+    """A tensor of ones in the GPU's memory."""
+    storage = visible.device(0).allocate(4 * count)
+    return torch.empty(0, device="simulated:0").set_(storage, 0, (count,)).fill_(1)
+
+
+@pytest.fixture
+def arena(process, lie_there):
+    """arena(weights, ...) -> its calls, a publisher on the proxy, and a subscriber that finds it by its handle."""
+    opened = []
+
+    def make(weights, slots=2, made=False, **options):
+        calls = visible.device(0)._calls if made else process(World())
+        lie_there()
         pub = shmsync.Publisher(weights, slots=slots, timeout=20.0)
         opened.append(pub)
         sub = shmsync.Subscriber(pub.handle, worker=0, timeout=20.0, **options)
@@ -30,7 +50,6 @@ def arena(process):
         return calls, pub, sub
 
     yield make
-    devices._default[:] = before
     for each in reversed(opened):
         each.close()
 
@@ -58,7 +77,7 @@ def test_versions_go_through_the_calls(arena, slots):
 def test_weights_of_the_gpu_are_copied_after_the_current_stream_and_before_what_comes_next(process, arena, slots):
     process(World())
     device = visible.device(0)
-    there = torch.empty(0, device="simulated:0").set_(device.allocate(4000), 0, (1000,)).fill_(1)
+    there = ones_there(1000)
     calls, pub, sub = arena({"t": there}, slots, made=True)
     stream = device.stream()
     with calls.side.stream(stream.handle):
@@ -98,7 +117,7 @@ def test_a_publish_during_a_capture_is_refused_before_anything_changes(arena, sl
 def test_after_in_a_capture_reaches_no_call_of_the_captured_stream(process, arena):
     process(World())
     device = visible.device(0)
-    there = torch.empty(0, device="simulated:0").set_(device.allocate(400), 0, (100,)).fill_(1)
+    there = ones_there(100)
     calls, pub, sub = arena({"t": there}, 2, made=True)
     stream, other = device.stream(), device.stream()
     calls.capturing.add(stream.handle)
@@ -210,33 +229,23 @@ def test_nothing_is_left_when_both_ends_are_closed(arena):
     assert {name: many for name, many in calls.left().items() if name in ("memory", "mappings")} == {}
 
 
-def test_an_arena_whose_device_refuses_any_call_leaves_no_segment(process):
+def test_an_arena_whose_device_refuses_any_call_leaves_no_segment(process, lie_there):
     """At the creation and the first publish: a typed error, no memory of the GPU, no segment (see nothing_left)."""
-    before = list(devices._default)
-    try:
-        number = 0
-        while True:
-            calls = process(World())
-            device = visible.device(0)
-            device.torch_device = torch.device("simulated", 0)
-            devices._default[:] = [device]
-            calls.fail_at = sum(name not in TALK for name, _ in calls.log) + number
-            calls.code = 801
-            number += 1
-            pub = None
-            try:
-                pub = shmsync.Publisher({"t": torch.ones(10)}, timeout=20.0)
-            except ShmSyncError:
-                pass
-            if pub is None:
-                gc.collect()
-                assert calls.left().get("memory", 0) == 0, calls.names()
-                continue
-            reached = sum(name not in TALK for name, _ in calls.log) <= calls.fail_at
-            calls.fail_at = None
-            pub.close()
-            if reached:
-                break
-        assert number > 15
-    finally:
-        devices._default[:] = before
+    for number in itertools.count():
+        calls = process(World())
+        lie_there()
+        calls.fail_at = sum(name not in TALK for name, _ in calls.log) + number
+        calls.code = 801
+        pub = None
+        with contextlib.suppress(ShmSyncError):
+            pub = shmsync.Publisher({"t": torch.ones(10)}, timeout=20.0)
+        if pub is None:
+            gc.collect()
+            assert calls.left().get("memory", 0) == 0, calls.names()
+            continue
+        over = sum(name not in TALK for name, _ in calls.log) <= calls.fail_at
+        calls.fail_at = None
+        pub.close()
+        if over:
+            break
+    assert number >= 15
