@@ -44,8 +44,16 @@ class Holder:
     def __getitem__(self, name):
         return self._level(name)[name]
 
-    def __setitem__(self, name, tensor):
-        self._level(name)[name] = nn.Parameter(tensor) if self.how == "parameters" else tensor
+    def replace(self, name, tensor, way):
+        level, tensor = self._level(name), nn.Parameter(tensor) if self.how == "parameters" else tensor
+        if way == "update":
+            level.update({name: tensor})
+        elif way == "in a new level" and level is not self.source and "nested" in self.how:
+            self.source["n"] = {**dict(level.items()), name: tensor}
+        else:
+            if way == "behind the others":
+                level.pop(name)
+            level[name] = tensor
 
     def key(self, name):
         return ("n", name) if "nested" in self.how and name in "abc" else name
@@ -86,6 +94,8 @@ REPLACED = {
     "a negated view": lambda t: torch._neg_view(t.detach()),
 }
 
+PUT_IN = ["in its place", "behind the others", "in a new level", "update"]
+
 
 def fits(tensor, name, cast):
     """Could it be read, and is it what the arena has?"""
@@ -111,7 +121,7 @@ def test_each_publish_gives_what_the_tensors_are_now(publisher, table, how, cast
             if draw.random() < 0.6:
                 EVERY_CHANGE[draw.choice(list(EVERY_CHANGE))](holder[name])
             else:
-                holder[name] = REPLACED[draw.choice(list(REPLACED))](holder[name])
+                holder.replace(name, REPLACED[draw.choice(list(REPLACED))](holder[name]), draw.choice(PUT_IN))
         version = pub.version
         if all(fits(holder[each], each, cast) for each in names):
             assert pub.publish(draw.choice([holder.source, None])) == version + 1
@@ -123,7 +133,7 @@ def test_each_publish_gives_what_the_tensors_are_now(publisher, table, how, cast
                 pub.publish(draw.choice([holder.source, None]))
             assert pub.version == version
             assert all(torch.equal(pub.weights[holder.key(each)], was) for each, was in before.items())
-            holder[name] = torch.rand(SHAPES[name])
+            holder.replace(name, torch.rand(SHAPES[name]), "in its place")
     pub.publish(holder.source)
 
 

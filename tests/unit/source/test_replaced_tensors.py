@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
 import shmsync
@@ -146,3 +147,27 @@ def test_a_scripted_module_is_followed_without_dicts_to_watch(publisher, subscri
             add_in_place(module)
         held.send()
         assert_current(sub, module)
+
+
+@pytest.mark.parametrize("how", ["source", "itself", "adopted"])
+def test_tensordict_params_are_what_they_hold_now(both, how):
+    params = TensorDictParams(TensorDict({"w": torch.zeros(2, 2), "b": torch.zeros(2)}))
+    pub, sub = both(params)
+    if how == "adopted":
+        pub.adopt(params)
+
+    def sent():
+        if how == "adopted":
+            update(pub)
+        else:
+            pub.publish(params if how == "itself" else None)
+        seen = shown(sub)
+        assert torch.equal(seen["w"], params["w"]) and torch.equal(seen["b"], params["b"])
+
+    params["w"] = nn.Parameter(torch.full((2, 2), 3.0))
+    sent()
+    with pub.update() if how == "adopted" else nullcontext():
+        params.data["w"].fill_(4)
+    sent()
+    params["w"].data = torch.full((2, 2), 5.0)
+    sent()

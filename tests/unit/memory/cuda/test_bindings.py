@@ -13,11 +13,7 @@ import torch
 import shmsync
 from shmsync.memory.cuda import causes
 from shmsync.memory.cuda.calls import RUNTIME, CudaCalls
-from support.devices.standin_cuda import (
-    BLOCK,
-    Proxy,
-    World,
-)
+from support.devices.standin_cuda import BLOCK, Proxy, World
 
 needs_bindings = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None,

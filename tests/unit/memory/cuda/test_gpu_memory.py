@@ -146,11 +146,7 @@ def changed(handle, **fields):
         (lambda handle: handle[:50], ArenaCorrupt, "has 50 bytes"),
         (lambda handle: handle[:4] + b"\x09" + handle[5:], ArenaCorrupt, "version 9"),
         (lambda handle: changed(handle, size=77), ArenaCorrupt, "has 77 bytes, but its arena needs 100"),
-        (
-            lambda handle: changed(handle, memory=b"y" * 64),
-            ArenaNotFound,
-            "could not be opened.*its new arena",
-        ),
+        (lambda handle: changed(handle, memory=b"y" * 64), ArenaNotFound, "could not be opened.*its new arena"),
     ],
 )
 def test_a_handle_that_is_not_right_is_refused(damage, error, words):
