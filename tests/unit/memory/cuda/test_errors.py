@@ -150,7 +150,7 @@ def test_an_error_at_any_call_is_typed_and_leaks_nothing():
     gc.collect()
     assert calls.left() in ({}, {"streams": 1})  # of check(), which goes with the device
     tried = set()
-    for code in (1, 2, 35, 201, 205, 801, 999):
+    for code in (2, 801, 999):  # no memory, a known cause, no known one; other codes change the words alone
         for number in range(many):
             calls = Proxy(world := World(), fail_at=number, code=code)
             failed = None
