@@ -127,36 +127,27 @@ def pack(arenas, tensor):
     Packer().pack({"first": torch.zeros(2), "t": tensor}, "policy", 1)
 
 
-def _send(scheme, weights):
+def _send(scheme, tensor):
     ours, theirs = multiprocessing.Pipe()
     scheme.init_on_sender("policy", pipes=[ours])
     try:
-        scheme.get_sender().send(weights)
+        scheme.get_sender().send({"first": torch.zeros(2), "t": tensor})
     finally:
         assert not theirs.poll()
         scheme.shutdown()
 
 
 def send_through_pipes(arenas, tensor):
-    _send(MultiProcessWeightSyncScheme(), {"first": torch.zeros(2), "t": tensor})
-
-
-def send_a_module_through_pipes(arenas, tensor):
-    _send(MultiProcessWeightSyncScheme(), Holder(tensor))
+    _send(MultiProcessWeightSyncScheme(), tensor)
 
 
 def send_in_shared_memory(arenas, tensor):
-    _send(SharedMemWeightSyncScheme(), {"first": torch.zeros(2), "t": tensor})
-
-
-def send_a_module_in_shared_memory(arenas, tensor):
-    _send(SharedMemWeightSyncScheme(), Holder(tensor))
+    _send(SharedMemWeightSyncScheme(), tensor)
 
 
 ENTRIES = [
     new_publisher, new_publisher_of_a_module, new_publisher_of_a_tensordict, publish, publish_a_module, adopt, bind,
-    snapshot, apply, apply_to, extract_tensordict, extract_state_dict, pack, send_through_pipes,
-    send_a_module_through_pipes, send_in_shared_memory, send_a_module_in_shared_memory,
+    snapshot, apply, apply_to, extract_tensordict, extract_state_dict, pack, send_through_pipes, send_in_shared_memory,
 ]  # fmt: skip
 
 
