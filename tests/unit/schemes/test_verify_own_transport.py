@@ -66,6 +66,12 @@ def test_who_holds_something_else_is_named(ends):
     assert sender.verify().workers == (0, 1)
 
 
+def test_weights_that_were_sent_under_the_keys_of_a_wrapper_are_proved(ends):
+    sender, trainer, _ = ends
+    sender.send(torch.compile(trainer, backend="eager").state_dict())
+    assert sender.verify().workers == (0, 1)
+
+
 def test_nothing_was_sent(ends):
     with pytest.raises(shmsync.ProtocolError, match="send.. first"):
         ends[0].verify()
