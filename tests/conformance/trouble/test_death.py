@@ -205,6 +205,20 @@ def test_dead_and_late_are_told_in_one_error(fleet):
     assert fleet.stamps(workers=[0, 2]) == [2, 2]
 
 
+@over_pipes
+@in_processes
+def test_the_late_worker_is_named_whichever_it_is(fleet):
+    sender = fleet.open()
+    sender.send(Stamped(1))
+    for version, index in enumerate((0, 2, 1), 2):
+        fleet.hold(index)
+        with naming(AckTimeout, [index]):
+            sender.send(Stamped(version), timeout=0.3)
+        fleet.release(index)
+        until(lambda version=version: fleet.versions() == [version] * 3)
+    assert fleet.stamps() == [4, 4, 4]
+
+
 LARGE = 1 << 20  # columns: 8 MiB in a message, far more than a pipe holds
 
 
