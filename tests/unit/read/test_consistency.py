@@ -48,11 +48,3 @@ def test_run_repeats_an_exception_that_torn_weights_caused(pair):
     assert sub.run(fails_once) == "fine"
     with pytest.raises(KeyError):
         sub.run(lambda: {}["x"])
-
-
-def test_live_reads_are_neither_protected_nor_in_the_way(pair):
-    pub, sub = pair(consistency="live")
-    with sub.read() as section:
-        put(pub, 3)
-        assert section.weights["t"].tolist() == [3] * 4
-    assert section.torn

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import shmsync
-from support.calls import Call, elsewhere
-from support.jobs.engine import read
+from support.calls import elsewhere
 from support.weights import put
 
 
@@ -63,14 +62,6 @@ def test_a_reader_waits_at_the_gate_and_gives_up_at_its_deadline(pair):
         assert section.version == 2
 
 
-def test_a_waiting_reader_enters_when_the_gate_opens(pair):
-    pub, sub = pair()
-    with pub.update() as weights:
-        reading = Call(read, sub)
-        weights["t"].fill_(5)
-    assert reading.result() in ((2, 5, 5), (1, 0, 0))
-
-
 def test_a_section_that_was_not_entered_shows_nothing(pair):
     _, sub = pair(2)
     section = sub.read()
@@ -79,18 +70,3 @@ def test_a_section_that_was_not_entered_shows_nothing(pair):
             show()
     with section:
         assert section.weights["t"].tolist() == section.numpy()["t"].tolist() == [0] * 4
-
-
-def test_a_section_is_left_where_it_was_entered(pair):
-    _, sub = pair()
-    section = sub.read()
-    section.__enter__()
-    with pytest.raises(shmsync.ProtocolError):
-        Call(section.__exit__, None, None, None).result()
-    section.__exit__(None, None, None)
-
-
-def test_another_thread_waits_for_the_section(pair):
-    _, sub = pair(timeout=5.0)
-    with sub.read(), pytest.raises(shmsync.WriterBusy, match="one Subscriber per thread"):
-        Call(read, sub, timeout=0.05).result()

@@ -34,12 +34,6 @@ FROM = {
 }
 
 
-def size(thing):
-    file = io.BytesIO()
-    torch.save(thing, file)
-    return len(file.getvalue())
-
-
 @pytest.mark.parametrize("source", FROM)
 @pytest.mark.parametrize("slots", [1, 2])
 def test_it_is_that_of_the_published_module(both, source, slots):
@@ -47,6 +41,9 @@ def test_it_is_that_of_the_published_module(both, source, slots):
     pub, sub = both(trainer, slots=slots)
     state, own = FROM[source](pub, sub), trainer.state_dict()
     assert list(state) == list(own)
+    if "snapshot" not in source:  # tied leaves are one tensor, and so once in a file
+        assert state["head.weight"] is state["layers.0.weight"]
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in state.values())
     for key, value in own.items():
         assert torch.equal(state[key], value) and state[key].dtype == value.dtype and not state[key].requires_grad
     fresh = Net()
@@ -63,18 +60,6 @@ def test_it_is_that_of_the_published_module(both, source, slots):
     assert torch.equal(state["head.bias"], before)
     state["head.bias"].zero_()
     assert torch.equal(pub.state_dict()["head.bias"], trainer.head.bias)
-
-
-def test_files_are_as_large_as_the_weights(both, publisher, subscriber):
-    big = nn.ModuleDict({"a": nn.Linear(300, 300, bias=False), "b": nn.Linear(300, 300, bias=False)})
-    big["b"].weight = big["a"].weight
-    pub, sub = both(big)
-    bytes_of_weights = big["a"].weight.nbytes
-    assert size(pub.state_dict()) < 1.1 * bytes_of_weights  # tied leaves stand there once
-    assert size(sub.state_dict()) < 1.1 * bytes_of_weights
-    single = nn.Linear(300, 300, bias=False)
-    again = publisher(single)
-    assert len(pickle.dumps(subscriber(again).snapshot())) < 1.1 * bytes_of_weights
 
 
 def test_a_poisoned_arena_has_no_state(publisher):
@@ -134,21 +119,6 @@ def test_update_takes_dotted_keys(both):
     private = sub.snapshot().weights
     private["layers.0.bias"] = torch.ones(4)  # in a snapshot a leaf may be replaced
     assert private["layers", "0", "bias"].tolist() == [1] * 4
-
-
-@pytest.mark.parametrize("key", ["layers.0.bais", ("layers", "0", "bais"), "nothing", ("layers", "7.bias")])
-def test_a_key_that_is_not_there_poisons_nothing(both, key):
-    pub, sub = both(Net())
-    with pytest.raises(KeyError, match="bais|nothing|7"), pub.update() as weights:
-        weights[key]
-    with sub.read(timeout=0) as section:
-        assert section.version == 1
-    assert pub.publish() == 2
-    with pytest.raises(KeyError), pub.update() as weights:  # after a leaf was handed out it does
-        weights["layers.0.bias"].add_(1)
-        weights[key]
-    with pytest.raises(shmsync.Poisoned), sub.read(timeout=0):
-        pass
 
 
 def test_keys_with_dots_of_their_own_come_first(publisher, subscriber):

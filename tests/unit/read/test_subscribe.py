@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import shmsync
-from support.calls import Call
 from support.processes import descriptors
 from support.weights import put
 
@@ -29,17 +28,6 @@ def test_read_version_gives_exactly_that_version_or_an_error(pair):
         pass
 
 
-def test_wait_version_returns_when_it_is_published(pair):
-    pub, sub = pair()
-    waiting = Call(sub.wait_version, 3)
-    put(pub, 1)
-    put(pub, 2)
-    assert waiting.result() == 3
-    assert sub.version == 1  # waiting applies nothing
-    with pytest.raises(shmsync.PublishTimeout):
-        sub.wait_version(4, timeout=0.02)
-
-
 def test_a_closed_subscriber_frees_its_row_and_its_views_stay(pair, subscriber):
     pub, sub = pair(max_readers=1)
     view = sub.weights["t"]
@@ -54,22 +42,6 @@ def test_a_closed_subscriber_frees_its_row_and_its_views_stay(pair, subscriber):
     subscriber(pub)
     del sub
     assert view.tolist() == [0] * 4
-
-
-@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
-def test_snapshots_are_private_copies(pair, consistency):
-    pub, sub = pair(consistency=consistency)
-    put(pub, 1)
-    snapshot = sub.snapshot()
-    put(pub, 2)
-    assert snapshot.version == 2
-    assert snapshot.weights["t"].tolist() == [1] * 4
-    again = sub.snapshot(out=snapshot.weights)
-    assert again.version == 3
-    assert again.weights is snapshot.weights
-    assert snapshot.weights["t"].tolist() == [2] * 4
-    with pytest.raises(ValueError, match="nothing was written"):
-        sub.snapshot(out=snapshot.weights.double())
 
 
 def test_attach_arguments(publisher):

@@ -9,10 +9,6 @@ from torch import nn
 import shmsync
 
 
-def weights_of(sub):
-    return {key: value.clone() for key, value in sub.weights.items(True, True)}
-
-
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_versions_count_up_and_readers_see_them(both, slots):
     source = {"t": torch.zeros(4)}
@@ -28,22 +24,6 @@ def test_versions_count_up_and_readers_see_them(both, slots):
         assert not section.torn
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_a_partial_publish_writes_only_its_leaves(both, slots):
-    pub, sub = both({"a": torch.zeros(3), "b": torch.zeros(1000)}, slots=slots)
-    before = pub.stats().bytes_copied
-    pub.publish({"a": torch.ones(3)})
-    if slots == 1:
-        assert pub.stats().bytes_copied - before == 12
-    sub.refresh()
-    assert sub.weights["a"].tolist() == [1, 1, 1]
-    assert sub.weights["b"].abs().sum() == 0
-    pub.publish({"b": torch.ones(1000)})
-    sub.refresh()
-    assert sub.weights["a"].tolist() == [1, 1, 1]
-    assert sub.weights["b"].sum() == 1000
-
-
 BAD = {
     "shape": lambda good: {**good, "299": torch.zeros(3)},
     "dtype": lambda good: {**good, "299": torch.zeros(2, dtype=torch.float64)},
@@ -53,12 +33,11 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("kind", BAD)
-def test_one_wrong_leaf_of_300_changes_nothing(both, slots, kind):
+def test_one_wrong_leaf_of_300_changes_nothing(both, kind):
     good = {str(i): torch.full((2,), float(i)) for i in range(300)}
-    pub, sub = both(good, slots=slots)
-    before = weights_of(sub)
+    pub, sub = both(good)
+    before = {key: value.clone() for key, value in sub.weights.items(True, True)}
     bad = BAD[kind]({key: value + 1 for key, value in good.items()})
     with pytest.raises(shmsync.ManifestMismatch, match=r"1 difference.*nothing was written"):
         pub.publish(bad)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -39,11 +37,6 @@ def test_wait_takes_any_iterable_of_indices_and_refuses_others(publisher, subscr
     for wrong in (5, "everybody", [-1], ["0"], [True]):
         with pytest.raises(ValueError, match="wait is|worker is"):
             pub.publish(wait=wrong)
-    for wrong in (-1, math.nan, "x"):
-        with pytest.raises(ValueError, match="timeout"):
-            pub.publish(timeout=wrong)
-        with pytest.raises(ValueError, match="timeout"):
-            pub.update(timeout=wrong)
     assert pub.version == 2
 
 
