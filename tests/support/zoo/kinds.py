@@ -6,14 +6,12 @@ mixes versions shows.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from functools import partial
-from types import MappingProxyType
+from collections import deque
 
 import torch
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations
 
 WIDTH = 4
 
@@ -71,9 +69,6 @@ class Agent(nn.Module):
         mean = self.actor(x)
         meanwhile()
         return mean, self.log_std.expand_as(mean), self.critic(x)
-
-    def get_dist(self, x):
-        return torch.distributions.Normal(self.actor(x), self.log_std.exp())
 
 
 class Policy(nn.Module):
@@ -208,18 +203,16 @@ class Batched(nn.Module):
 class Planes(nn.Module):
     """Convolutions whose weights lie in another order of memory, and so their outputs."""
 
-    def __init__(self, dims, memory_format):
+    def __init__(self, memory_format):
         super().__init__()
-        convolution, norm = ((nn.Conv2d, nn.BatchNorm2d), (nn.Conv3d, nn.BatchNorm3d))[dims - 2]
-        self.size = (7,) * dims
-        self.first = convolution(WIDTH, 24, 3)
-        self.norm = norm(24).eval()
-        self.last = convolution(24, 5, 1)
+        self.first = nn.Conv2d(WIDTH, 24, 3)
+        self.norm = nn.BatchNorm2d(24).eval()
+        self.last = nn.Conv2d(24, 5, 1)
         self.to(memory_format=memory_format)
 
     def forward(self, x):
-        planes = x.reshape(*x.shape, *[1] * len(self.size)) * torch.linspace(-1, 1, 7)
-        hidden = torch.relu(self.norm(self.first(planes.expand(*x.shape, *self.size))))
+        planes = x.reshape(*x.shape, 1, 1) * torch.linspace(-1, 1, 7)
+        hidden = torch.relu(self.norm(self.first(planes.expand(*x.shape, 7, 7))))
         meanwhile()
         return self.last(hidden)
 
@@ -274,19 +267,6 @@ class Returning(nn.Module):
         meanwhile()
         return Holder(out=out, weights=[self.shift, deque([self.scale.expand_as(out)])], inner=Holder(noise=self.noise))
 
-    def mapped(self, x):
-        out = self.net(x)
-        return OrderedDict(out=out, rest=MappingProxyType({"shift": self.shift[:1], "views": (self.scale, self.noise)}))
-
-    def bounded(self, x):
-        return partial(torch.nn.functional.linear, self.net(x), bias=self.shift)
-
-    def stepped(self, x):
-        out = self.net(x)
-        yield Holder(out=out, scale=self.scale)
-        meanwhile()
-        yield Holder(out=out, noise=self.noise.view(2, 1))
-
 
 class Container(nn.ModuleDict):
     def __init__(self):
@@ -295,16 +275,6 @@ class Container(nn.ModuleDict):
 
 def weight_norm():
     return nn.utils.weight_norm(nn.Linear(WIDTH, 2))
-
-
-def spectral_norm():
-    return nn.utils.spectral_norm(nn.Linear(WIDTH, 3)).eval()
-
-
-def pruned():
-    module = nn.Linear(WIDTH, 2)
-    prune.random_unstructured(module, "weight", amount=2)
-    return module
 
 
 def parametrized():

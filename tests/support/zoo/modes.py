@@ -41,11 +41,6 @@ def read_section(bind, module, use):
     return run
 
 
-def compiled_before(bind, module, use):
-    worker = bind(torch.compile(module, backend="eager"))
-    return lambda x: use.run(worker, x)
-
-
 def used_then_compiled_before(bind, module, use):
     compiled = torch.compile(module, backend="eager")
     # A module of inference tensors that counts its calls needs inference mode: torch refuses the count outside it.
@@ -53,11 +48,6 @@ def used_then_compiled_before(bind, module, use):
     with torch.no_grad(), torch.inference_mode(inference):
         use.run(compiled, torch.zeros(2, WIDTH))
     worker = bind(compiled)
-    return lambda x: use.run(worker, x)
-
-
-def compiled_after(bind, module, use):
-    worker = torch.compile(bind(module), backend="eager")
     return lambda x: use.run(worker, x)
 
 
@@ -212,7 +202,7 @@ def two_arenas(bind, module, use):
 
 
 MODES = {mode.__name__: mode for mode in (
-    plain, named, read_section, compiled_before, used_then_compiled_before, compiled_after, compiled_whole_before,
+    plain, named, read_section, used_then_compiled_before, compiled_whole_before,
     compiled_whole_after, compiled_in_place_before, compiled_in_place_after, called_by_compiled_code,
     called_by_compiled_code_in_a_section, section_in_compiled_code, autocast_loop, inference_mode, another_thread,
     several_threads, copied, pickled, wrapped_after, bound_before_elsewhere, two_arenas,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import warnings
 from contextlib import nullcontext
-from types import MappingProxyType
 
 import torch
 from tensordict import TensorDict
@@ -108,9 +107,9 @@ class World:
     def _train(self, module, weights=None):
         with torch.no_grad():
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                if tensor.is_floating_point() and not name.endswith("_mask"):
+                if tensor.is_floating_point():
                     tensor.add_(torch.randn_like(tensor) * 0.1)
-                    if name.endswith(("running_var", "sigma")):
+                    if name.endswith("running_var"):
                         tensor.abs_()
                 elif tensor.dtype == torch.long:
                     tensor.add_(1)
@@ -181,7 +180,7 @@ def same(a, b, exact=False):
         return same(a.log_prob(at), b.log_prob(at), exact)
     if isinstance(a, Holder):
         return same(vars(a), vars(b), exact)
-    if isinstance(a, (dict, MappingProxyType)):
+    if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key], exact) for key in a)
     return len(a) == len(b) and all(same(*pair, exact) for pair in zip(a, b, strict=True))
 

@@ -23,8 +23,6 @@ from support.zoo.kinds import (
     Turned,
     mlp,
     parametrized,
-    pruned,
-    spectral_norm,
     tensordict_module,
     weight_norm,
 )
@@ -58,25 +56,16 @@ def _through_tensordict(module, x):
     return module(TensorDict({"x": x}, batch_size=[len(x)]))["y"]
 
 
-def _distribution(module, x):
-    found = module.get_dist(x)
-    return found.loc, found.scale
-
-
 USES = {
     "mlp": Use(mlp, _call, ["forward"]),
     "mlp.forward": Use(mlp, _forward, ["forward"]),
     "agent.get_value": Use(Agent, lambda m, x: m.get_value(x), ["get_value"]),
     "agent.get_action_and_value": Use(Agent, lambda m, x: m.get_action_and_value(x), ["get_action_and_value"]),
-    "agent.get_dist": Use(Agent, _distribution, ["get_dist"], whole=False),
-    "agent.critic": Use(Agent, lambda m, x: m.critic(x), ["critic"]),
     "policy": Use(Policy, _call, ["forward"]),
     "policy.predict": Use(Policy, lambda m, x: m.predict(x), ["predict"]),
     "policy.evaluate_actions": Use(Policy, lambda m, x: m.evaluate_actions(x), ["evaluate_actions"]),
     "policy.encoder": Use(Policy, lambda m, x: m.encoder(x), ["encoder"]),
-    "policy.encoder.forward": Use(Policy, lambda m, x: m.encoder.forward(x), ["encoder.forward"]),
     "policy.encoder.encode": Use(Policy, lambda m, x: m.encoder.encode(x), ["encoder.encode"]),
-    "policy.head": Use(Policy, lambda m, x: m.head(x.repeat(1, 2)), ["head"]),
     "decoder.generate": Use(Decoder, lambda m, x: m.generate(x), ["generate"]),
     "decoder.stream": Use(Decoder, lambda m, x: list(m.stream(x)), ["stream"], whole=False),
     "decoder.lazily": Use(Decoder, lambda m, x: list(m.lazily(x)), ["lazily"], whole=False),
@@ -85,23 +74,17 @@ USES = {
     "recurrent": Use(Recurrent, _call, ["forward"], whole=False),
     "batched": Use(Batched, _call, ["forward"], repeats=False),
     "channels_last": Use(
-        lambda: Planes(2, torch.channels_last),
+        lambda: Planes(torch.channels_last),
         _call,
         ["forward"],
         exact=True,
-        worker=lambda: Planes(2, torch.contiguous_format),
+        worker=lambda: Planes(torch.contiguous_format),
     ),
-    "channels_last_3d": Use(lambda: Planes(3, torch.channels_last_3d), _call, ["forward"], exact=True),
     "turned": Use(Turned, _call, ["forward"], exact=True),
     "returning.dist": Use(Returning, lambda m, x: m.dist(x), ["dist"], whole=False),
     "returning.held": Use(Returning, lambda m, x: m.held(x), ["held"], whole=False),
-    "returning.mapped": Use(Returning, lambda m, x: m.mapped(x), ["mapped"], whole=False),
-    "returning.bounded": Use(Returning, lambda m, x: m.bounded(x).keywords, ["bounded"], whole=False),
-    "returning.stepped": Use(Returning, lambda m, x: list(m.stepped(x)), ["stepped"], whole=False),
     "container.pi": Use(Container, lambda m, x: m.pi(x), ["pi"]),
     "weight_norm": Use(weight_norm, _call, ["forward"], whole=False),
-    "spectral_norm": Use(spectral_norm, _call, ["forward"], whole=False),
-    "pruned": Use(pruned, _call, ["forward"], whole=False),
     "parametrized": Use(parametrized, _call, ["forward"], whole=False),
     "tensordict_module": Use(tensordict_module, _through_tensordict, ["forward"], whole=False),
 }

@@ -15,30 +15,6 @@ from torch import nn
 import shmsync
 
 
-def test_adopted_parameters_are_the_slab(publisher, subscriber):
-    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    pub = publisher(module)
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
-    pub.adopt(module, optimizer)
-    assert pub.version == 1
-    sub = subscriber(pub)
-    before = sub.weights["0", "weight"].clone()
-    for version in range(2, 5):
-        module(torch.randn(8, 3)).square().sum().backward()
-        optimizer.step()
-        assert pub.version == version
-        sub.refresh()
-        assert torch.equal(sub.weights["0", "weight"], module[0].weight)
-        assert torch.equal(sub.weights["1", "running_mean"], module[1].running_mean)
-    assert not torch.equal(before, module[0].weight)
-    with pub.update():
-        optimizer.step()  # inside update() already: joins it
-    assert pub.version == 5
-    pub.close()
-    module[0].weight.data.add_(1)  # private again
-    assert not torch.equal(sub.weights["0", "weight"], module[0].weight)
-
-
 def test_adopt_publishes_first_what_differs(publisher, subscriber):
     pub = publisher(nn.Linear(2, 2))
     other = nn.Linear(2, 2)
@@ -82,22 +58,6 @@ def test_adopting_never_casts_the_trainers_parameters(publisher):
     with pytest.raises(shmsync.ManifestMismatch, match="cast"):
         pub.adopt(module)
     assert module.weight.dtype == torch.float32
-
-
-def test_adopted_parameters_that_were_taken_out_go_in_again(adopted):
-    module = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    pub, sub = adopted(module, optimizer)
-    module.half().float()
-    module.weight.grad = torch.ones(2, 2)
-    optimizer.step()
-    assert torch.equal(sub.snapshot().weights["weight"], module.weight)
-    module.weight.grad = torch.ones(2, 2)
-    optimizer.step()
-    assert torch.equal(sub.snapshot().weights["weight"], module.weight)
-    module.half()
-    with pytest.raises(shmsync.ManifestMismatch, match="does not fit"), pub.update():
-        pass
 
 
 def test_a_refused_look_at_an_adopted_module_is_not_taken_for_a_good_one(adopted):
@@ -206,8 +166,7 @@ def test_an_adopted_module_outlives_a_publisher_that_nobody_closed():
     module.load_state_dict(doubled(module))
 
 
-@pytest.mark.parametrize("slots", [2, 3])
-def test_adopt_needs_one_slot(publisher, slots):
-    pub = publisher(nn.Linear(2, 2), slots=slots)
+def test_adopt_needs_one_slot(publisher):
+    pub = publisher(nn.Linear(2, 2), slots=2)
     with pytest.raises(ValueError, match="publish"):
         pub.adopt(nn.Linear(2, 2))

@@ -10,19 +10,21 @@ import torch
 from torch import nn
 
 import shmsync
+from support.jobs.engine import bind_copies
 from support.weights import step
 
 
-def test_a_module_that_differs_is_refused_and_unchanged(publisher, subscriber):
+@pytest.mark.parametrize("bind", [shmsync.Subscriber.bind, bind_copies], ids=["views", "copies"])
+def test_a_module_that_differs_is_refused_and_unchanged(publisher, subscriber, bind):
     sub = subscriber(publisher(nn.Linear(4, 2)))
     other = nn.Linear(4, 3)
     before = other.weight.data_ptr()
     with pytest.raises(shmsync.ManifestMismatch, match=r"weight is \(2, 4\) in the arena but \(3, 4\) in the module"):
-        sub.bind(other)
+        bind(sub, other)
     assert other.weight.data_ptr() == before
     assert "forward" not in other.__dict__
     with pytest.raises(shmsync.ManifestMismatch, match="float16"):
-        sub.bind(nn.Linear(4, 2).half())
+        bind(sub, nn.Linear(4, 2).half())
 
 
 def test_modules_that_write_their_weights_are_refused(publisher, subscriber):
@@ -47,21 +49,6 @@ def test_a_binding_outlives_the_container_that_was_passed(both, guard):
             assert torch.equal(pi.weight, trainer["pi"].weight)
 
 
-@torch.no_grad()
-def test_binding_again_moves_the_module_to_the_new_arena(publisher, subscriber):
-    first, second, module = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
-    old, new = publisher(first, slots=2), publisher(second, slots=2)
-    x = torch.ones(1, 2)
-    with shmsync.Subscriber(old.handle) as sub:
-        sub.bind(module)
-        subscriber(new).bind(module)
-        step(first)
-        old.publish()
-        sub.refresh()  # the old arena moves it no more
-        assert torch.equal(module(x), second(x))
-    assert torch.equal(module(x), second(x))
-
-
 @pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
 @pytest.mark.parametrize("closed", [False, True])
 @torch.no_grad()
@@ -69,14 +56,19 @@ def test_a_call_that_had_begun_when_the_module_was_bound_again_uses_the_new_aren
     publisher, subscriber, consistency, closed
 ):
     before, after, worker = nn.Linear(4, 2), nn.Linear(4, 2), nn.Linear(4, 2)
-    old, new = (subscriber(publisher(trainer), consistency=consistency) for trainer in (before, after))
+    pub = publisher(before, slots=2)
+    old, new = (subscriber(each, consistency=consistency) for each in (pub, publisher(after)))
     old.bind(worker)
     begun = worker.forward  # as another thread has it, which waits to enter its section
     new.bind(worker)
     if closed:
         old.close()
+    else:
+        step(before)
+        pub.publish()
+        old.refresh()  # it moves the module no more
     x = torch.randn(5, 4)
-    assert torch.equal(begun(x), after(x))
+    assert torch.equal(begun(x), after(x)) and torch.equal(worker(x), after(x))
     new.close()
     with pytest.raises(shmsync.ClosedError):
         begun(x)

@@ -106,23 +106,30 @@ def test_a_method_that_returns_a_coroutine_is_refused_when_it_is_called(bound):
         pass
 
 
+@pytest.mark.parametrize("another", [False, True], ids=["this thread", "another thread"])
 @pytest.mark.parametrize("end", ["close", "drop", "throw"])
 @torch.no_grad()
-def test_a_generator_that_does_not_go_on_gives_its_section_back(bound, end):
-    _, worker, pub, _ = bound(Decoder)
-    generator = worker.stream(torch.randn(2, 4))
+def test_a_generator_that_does_not_go_on_gives_its_section_back(bound, end, another):
+    _, worker, pub, sub = bound(Decoder)
+    box = [worker.stream(torch.randn(2, 4))]
     pub.publish()  # not begun: it holds nothing
-    next(generator)
+    next(box[0])
     with pytest.raises(shmsync.ProtocolError):
         pub.publish()
-    if end == "close":
-        generator.close()
-    elif end == "throw":
-        with pytest.raises(KeyError):
-            generator.throw(KeyError())
-    del generator
-    gc.collect()
+
+    def finish():
+        if end == "close":
+            box[0].close()
+        elif end == "throw":
+            with pytest.raises(KeyError):
+                box[0].throw(KeyError())
+        box.clear()
+        gc.collect()
+
+    Call(finish).result() if another else finish()
     pub.publish()
+    list(worker.stream(torch.randn(2, 4)))
+    assert sub.version == pub.version
 
 
 @pytest.mark.parametrize("at", ["its section", "its guards"])
@@ -167,20 +174,6 @@ def test_a_version_that_comes_below_a_transform(bound, transform):
             assert torch.allclose(run(worker), run(trainer))
     step(worker_free := copy.deepcopy(worker))
     assert worker_free.weight.shape == (1, 3)
-
-
-@pytest.mark.parametrize("how", ["close", "drop", "clear"])
-@torch.no_grad()
-def test_a_generator_that_ends_in_another_thread_gives_its_section_back(bound, how):
-    _, worker, pub, sub = bound(Decoder, 2)
-    box = [worker.stream(torch.randn(2, 4))]
-    next(box[0])
-    ends = {"close": lambda: box[0].close(), "drop": lambda: box.pop(), "clear": box.clear}[how]
-    Call(lambda: (ends(), gc.collect())).result()
-    for _ in range(3):
-        pub.publish()
-        list(worker.stream(torch.randn(2, 4)))
-        assert sub.version == pub.version
 
 
 def test_a_module_with_a_tensordict_of_parameters_is_bound(bound):

@@ -78,14 +78,13 @@ def assert_right(trainer, worker, pub):
 
 
 @pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("how", ["bind", "bind_copies"])
 @pytest.mark.parametrize("conversion", MOVING)
 def test_what_would_leave_the_arena_is_refused_before_anything_changes(
-    publisher, subscriber, conversion, how, slots, inference
+    publisher, subscriber, conversion, how, inference
 ):
     trainer, worker = Net(), Net()
-    pub = publisher(trainer, slots=slots)
+    pub = publisher(trainer, slots=2)
     (bind_copies if how == "bind_copies" else shmsync.Subscriber.bind)(subscriber(pub), worker)
     before = places(worker)
     refused = pytest.raises(shmsync.ProtocolError, match=r"Nothing was changed.*Publisher\(dtype=\)")
@@ -95,10 +94,9 @@ def test_what_would_leave_the_arena_is_refused_before_anything_changes(
     assert_right(trainer, worker, pub)
 
 
-@pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("conversion", STAYING)
-def test_what_changes_nothing_goes_on_working(bound, conversion, slots):
-    trainer, worker, pub, _ = bound(Net, slots)
+def test_what_changes_nothing_goes_on_working(bound, conversion):
+    trainer, worker, pub, _ = bound(Net, 2)
     before = places(worker)
     STAYING[conversion](worker)
     assert places(worker) == before

@@ -173,20 +173,3 @@ def test_adapters_that_were_added_to_a_bound_module_are_no_error_where_the_arena
     sub.bind(worker)
     worker.register_parameter("lora", nn.Parameter(torch.zeros(2)))
     assert torch.equal(worker(torch.ones(1, 4)), trainer(torch.ones(1, 4)))
-
-
-@pytest.mark.parametrize("slots", [1, 2, 3])
-@torch.no_grad()
-def test_a_call_of_a_module_of_two_arenas_holds_both_versions(publisher, subscriber, slots):
-    trainer, worker = Policy(), Policy()
-    base, adapter = publisher(trainer, slots=slots, exclude="head.*"), publisher(trainer, slots=slots, include="head.*")
-    first, second = subscriber(base), subscriber(adapter)
-    first.bind(worker)
-    second.bind(worker)
-    held = []
-    worker.head.register_forward_pre_hook(lambda *_: held.append((first.refresh(), second.refresh())))
-    for publish in (base.publish, adapter.publish):
-        publish()
-        worker(torch.randn(2, 4))
-        assert (first.version, second.version) == (base.version, adapter.version)
-    assert held == [(False, False)] * 2, "one section over both"

@@ -219,7 +219,7 @@ class Returns(nn.Module):
         raise Found(self.make(self))
 
 
-class Found(Exception):
+class Found(BaseException):  # as an interrupt is
     def __init__(self, held):
         super().__init__("found", held)
         self.held = held
@@ -237,13 +237,7 @@ def returned(module):
 def raised(module):
     with pytest.raises(Found) as found:
         module.fail()
-    return found.value.held
-
-
-def raised_args(module):
-    with pytest.raises(Found) as found:
-        module.fail()
-    return found.value.args[1]
+    return found.value
 
 
 WAYS = {
@@ -251,8 +245,8 @@ WAYS = {
     "method": lambda module, sub: module.get(),
     "generator": lambda module, sub: next(module.step()),
     "generator's value": lambda module, sub: returned(module),
-    "error": lambda module, sub: raised(module),
-    "error's arguments": lambda module, sub: raised_args(module),
+    "error": lambda module, sub: raised(module).held,
+    "error's arguments": lambda module, sub: raised(module).args[1],
     "run": lambda module, sub: sub.run(lambda: module.make(module)),
 }
 

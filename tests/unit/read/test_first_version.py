@@ -30,11 +30,6 @@ def test_a_wrong_number_is_refused_before_there_is_an_arena(wrong):
         shmsync.Publisher({"t": torch.ones(2)}, first_version=wrong)
 
 
-def test_timeout_none_is_the_default(publisher):
-    pub = publisher({"t": torch.ones(2)}, timeout=None)
-    assert pub.publish(wait=True, timeout=None) == 2
-
-
 def test_true_waits_as_all_does(pair):
     pub, sub = pair()
     for wait in (True, "all"):

@@ -64,7 +64,7 @@ def cloudpickled(value):
 
 loaded_all = functools.partial(loaded, weights_only=False)
 PICKLES = {
-    **{f"pickle {p}": (functools.partial(pickle.dumps, protocol=p), pickle.loads) for p in range(2, 6)},
+    **{f"pickle {p}": (functools.partial(pickle.dumps, protocol=p), pickle.loads) for p in (2, 5)},
     "save": (saved, loaded_all),
     "old save": (functools.partial(saved, _use_new_zipfile_serialization=False), loaded_all),
     "cloudpickle": (cloudpickled, pickle.loads),
@@ -206,7 +206,7 @@ def test_copy_copy_is_private(what, slots, publisher, subscriber):
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
-@pytest.mark.parametrize("how", ["pickle 5", "save", "cloudpickle", "deepcopy", "multiprocessing"])
+@pytest.mark.parametrize("how", ["pickle 5", "save", "deepcopy", "multiprocessing"])
 @pytest.mark.parametrize("what", ["bound", "state_dict", "sub.weights", "parameters", "pub.weights"])
 def test_a_pickle_is_of_one_version(what, how, consistency, slots, publisher, subscriber):
     """While another thread publishes as fast as it can."""
@@ -241,7 +241,7 @@ def test_a_view_of_a_closed_arena_is_copied_too(publisher, subscriber):
     assert copy.deepcopy(world.worker).first[1].untyped_storage().nbytes() == view["first.1"].nbytes
 
 
-@pytest.mark.parametrize("what", first(["state_dict", "parameters", "parameter", "sub.weights", "pub.weights"], 2))
+@pytest.mark.parametrize("what", first(["state_dict", "parameters", "pub.weights"], 2))
 def test_arguments_of_a_spawned_process_arrive(what, publisher, subscriber):
     world = World("small", 1, publisher, subscriber)
     args = (tensors(OBJECTS[what](world)),)

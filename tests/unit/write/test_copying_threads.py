@@ -144,12 +144,11 @@ def test_a_process_ends_as_ever_while_it_has_a_helper(helper, end, status):
     assert (ran.returncode, ran.stdout, ran.stderr) == (status, "there\n", "")
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("sizes", [[LARGE // 4], [1000] * 6000, [5, LARGE // 8, 0, 77, LARGE // 8]])
-def test_every_byte_arrives(both, threads, slots, sizes):
+def test_every_byte_arrives(both, threads, sizes):
     threads(3)
     source = {f"{i:05}": torch.empty(size) for i, size in enumerate(sizes)}
-    pub, sub = both(source, slots=slots)
+    pub, sub = both(source, slots=2)
     for _ in range(4):
         for leaf in source.values():
             leaf.normal_()

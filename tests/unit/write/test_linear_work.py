@@ -96,12 +96,11 @@ def buffered(leaves):
 SHAPES = [flat, nested, listed, one_of_many, buffered]
 
 
-@pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda each: each.__name__)
-def test_attaching_binding_and_the_first_calls(publisher, subscriber, shape, slots):
+def test_attaching_binding_and_the_first_calls(publisher, subscriber, shape):
     def work(leaves):
         trainer, worker = shape(leaves), shape(leaves).eval()
-        pub = publisher(trainer, slots=slots)
+        pub = publisher(trainer, slots=2)
         layer = next(each for each in worker.modules() if isinstance(each, (nn.Linear, nn.BatchNorm1d)))
         x = torch.zeros(2, 2)
 
@@ -119,12 +118,11 @@ def test_attaching_binding_and_the_first_calls(publisher, subscriber, shape, slo
     assert_linear(work)
 
 
-@pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda each: each.__name__)
-def test_converting_and_copying_a_bound_module(publisher, subscriber, shape, slots):
+def test_converting_and_copying_a_bound_module(publisher, subscriber, shape):
     def work(leaves):
         worker = shape(leaves)
-        subscriber(publisher(shape(leaves), slots=slots)).bind(worker, guard=False)
+        subscriber(publisher(shape(leaves), slots=2)).bind(worker, guard=False)
         return calls(worker.float)
 
     assert_linear(work)
