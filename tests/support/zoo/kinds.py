@@ -200,42 +200,6 @@ class Batched(nn.Module):
         return self.out(hidden) + self.step
 
 
-class Planes(nn.Module):
-    """Convolutions whose weights lie in another order of memory, and so their outputs."""
-
-    def __init__(self, memory_format):
-        super().__init__()
-        self.first = nn.Conv2d(WIDTH, 24, 3)
-        self.norm = nn.BatchNorm2d(24).eval()
-        self.last = nn.Conv2d(24, 5, 1)
-        self.to(memory_format=memory_format)
-
-    def forward(self, x):
-        planes = x.reshape(*x.shape, 1, 1) * torch.linspace(-1, 1, 7)
-        hidden = torch.relu(self.norm(self.first(planes.expand(*x.shape, 7, 7))))
-        meanwhile()
-        return self.last(hidden)
-
-
-class Turned(nn.Module):
-    """Weights, an embedding and a buffer that are transposed in memory."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Parameter(torch.randn(WIDTH, 70))
-        self.body = nn.Linear(70, 70)
-        self.embed = nn.Embedding(3, 70)
-        self.register_buffer("mixed", torch.randn(70, 70).t())
-        for parameter in (self.body.weight, self.embed.weight):
-            parameter.data = parameter.data.t().contiguous().t()
-        self.decoder = nn.Parameter(torch.randn(WIDTH, 70).t())
-
-    def forward(self, x):
-        hidden = torch.tanh(self.body(x @ self.encoder) @ self.mixed)
-        meanwhile()
-        return (hidden + self.embed(torch.arange(len(x)))) @ self.decoder
-
-
 class Holder:
     """An object of the user's own, which an output may be."""
 

@@ -16,11 +16,9 @@ from support.zoo.kinds import (
     Decoder,
     Hooked,
     Normalised,
-    Planes,
     Policy,
     Recurrent,
     Returning,
-    Turned,
     mlp,
     parametrized,
     tensordict_module,
@@ -31,8 +29,7 @@ from support.zoo.kinds import (
 class Use(NamedTuple):
     """One way to use one kind. `names`: what to guard when the user lists it. `whole`: Dynamo compiles it as one graph.
 
-    `repeats`: calling it again with the same weights gives the same. `exact`: compare to the bit, and strides too.
-    `worker`: makes the worker's module, where it is made in another way.
+    `repeats`: calling it again with the same weights gives the same.
     """
 
     make: Callable[[], nn.Module]
@@ -40,8 +37,6 @@ class Use(NamedTuple):
     names: list[str]
     whole: bool = True
     repeats: bool = True
-    exact: bool = False
-    worker: Callable[[], nn.Module] | None = None
 
 
 def _call(module, x):
@@ -73,14 +68,6 @@ USES = {
     "hooked": Use(Hooked, _call, ["forward"]),
     "recurrent": Use(Recurrent, _call, ["forward"], whole=False),
     "batched": Use(Batched, _call, ["forward"], repeats=False),
-    "channels_last": Use(
-        lambda: Planes(torch.channels_last),
-        _call,
-        ["forward"],
-        exact=True,
-        worker=lambda: Planes(torch.contiguous_format),
-    ),
-    "turned": Use(Turned, _call, ["forward"], exact=True),
     "returning.dist": Use(Returning, lambda m, x: m.dist(x), ["dist"], whole=False),
     "returning.held": Use(Returning, lambda m, x: m.held(x), ["held"], whole=False),
     "container.pi": Use(Container, lambda m, x: m.pi(x), ["pi"]),

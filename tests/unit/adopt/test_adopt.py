@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -151,19 +149,6 @@ def test_what_an_interrupted_close_leaves_can_be_written(adopted, monkeypatch):
         pub.close()
     with torch.no_grad():
         module.weight.add_(1)
-
-
-def test_an_adopted_module_outlives_a_publisher_that_nobody_closed():
-    module = nn.Linear(2, 2)
-    pub = shmsync.Publisher(module)
-    pub.adopt(module)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        del pub
-        gc.collect()
-    with torch.no_grad():
-        module.weight.add_(1)
-    module.load_state_dict(doubled(module))
 
 
 def test_adopt_needs_one_slot(publisher):

@@ -89,18 +89,6 @@ def test_tied_parameters_cannot_show_two_places(publisher, subscriber):
         subscriber(publisher(untied)).bind(tied)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("slots", [1, 2])
-def test_parameters_that_left_the_arena_come_back_with_the_next_version(bound, slots):
-    trainer, worker, pub, _ = bound(lambda: nn.Linear(2, 2), slots)
-    for parameter in worker.parameters():
-        parameter.data = parameter.data.clone()
-    step(trainer)
-    pub.publish()
-    x = torch.ones(1, 2)
-    assert torch.equal(worker(x), trainer(x))
-
-
 def test_what_is_no_eager_module_is_a_type_error(publisher, subscriber):
     sub = subscriber(publisher(nn.Linear(2, 2)))
     for wrong in (torch.jit.script(nn.Linear(2, 2)), {"weight": torch.zeros(2, 2)}):

@@ -76,6 +76,8 @@ def test_tensors_that_replace_others_are_bound_with_the_next_version(bound, slot
     mine = torch.full((4,), 9.0)
     worker[1].running_mean = mine
     worker[1]._buffers["running_var"] = torch.full((7,), 9.0)
+    for parameter in worker.parameters():
+        parameter.data = parameter.data.clone()  # it leaves the arena
     step(trainer)
     trainer[1].running_mean = torch.full((4,), 5.0)
     pub.publish()

@@ -1,6 +1,6 @@
 """A worker's module on another device than the arena: it gets a private copy of each version, and never a torn one.
 
-The decision is is_elsewhere(). Most tests give modules in CPU memory the same treatment, so that they run anywhere.
+The decision is is_elsewhere(). The other device is a simulated one, so that the tests run anywhere.
 """
 
 import gc
@@ -17,30 +17,41 @@ from support.conformance.rigs import CallRig, CallScheme, PipeRig
 from support.devices.simulated import Simulated, installed
 from support.jobs.engine import bind_copies
 
-RIGS = {"shm": (PipeRig, SharedMemWeightSyncScheme, {}), "fan-out": (CallRig, CallScheme, {"fan_out": "node"})}
 SLOTS = [("pinned", 1), ("pinned", 2), ("pinned", 3), ("optimistic", 1), ("optimistic", 2)]
 
 
-@pytest.fixture
-def elsewhere(monkeypatch):
-    """Every module is treated as if it were on another device."""
-    monkeypatch.setattr(subscriptions, "is_elsewhere", lambda model, device: True)
+SHM = PipeRig, SharedMemWeightSyncScheme
+CASES = {  # the scheme, where its arena lies, where the modules lie
+    "copies in the host's memory": (*SHM, {"device": "simulated:0"}, "cpu"),
+    "copies on a device": (*SHM, {}, "simulated:0"),
+    "copies on a device, fan-out": (CallRig, CallScheme, {"fan_out": "node"}, "simulated:0"),
+    "views on a device": (*SHM, {"device": "simulated:0"}, "simulated:0"),
+}
 
 
 @pytest.mark.parametrize(("consistency", "slots"), SLOTS)
-@pytest.mark.parametrize("copies", [False, True])
-def test_a_scheme_puts_its_arena_on_a_device(copies, consistency, slots):
+@pytest.mark.parametrize("case", CASES)
+def test_a_module_gets_each_version_where_it_lies(case, consistency, slots):
+    rig, scheme, options, place = CASES[case]
     with installed(Simulated(5, 0.0005)):
-        made = PipeRig(SharedMemWeightSyncScheme, consistency=consistency, slots=slots, device="simulated:0")
-        addresses = set()
+        made = rig(scheme, consistency=consistency, slots=slots, **options)
         for net in made.nets:
-            net.to("cpu" if copies else "simulated:0")
+            net.to(place)
+        before = [[id(tensor) for tensor in net.parameters()] for net in made.nets]
+        addresses = set()
         for value in (1, 2, 3):
             made.deliver(Stamped(value))
             assert made.stamps() == [value, value]
             addresses.add(made.nets[0].layer.weight.data_ptr())
-            assert {net.layer.weight.is_cpu for net in made.nets} == {copies}
-        assert len(addresses) == 1 or (slots > 1 and not copies)  # the addresses of slots=1 never move
+        assert [[id(tensor) for tensor in net.parameters()] for net in made.nets] == before
+        assert {net.layer.weight.is_cpu for net in made.nets} == {place == "cpu"}
+        assert len(addresses) == 1 or (slots > 1 and "views" in case)  # the addresses of slots=1 never move
+        if "copies" in case:
+            with torch.no_grad():
+                made.nets[0].layer.weight.fill_(9)  # its own memory
+            assert made.stamps()[1] == 3
+            made.deliver(Stamped(4))
+            assert made.stamps() == [4, 4]
         made.close()
         gc.collect()
 
@@ -63,27 +74,6 @@ def test_decision_looks_at_every_tensor():
     assert not subscriptions.is_elsewhere(Stamped(1).to("meta"), cpu)
     net.register_buffer("far", torch.zeros(1).as_subclass(OnGPU))
     assert subscriptions.is_elsewhere(net, cpu)
-
-
-@pytest.mark.parametrize("rig", RIGS)
-@pytest.mark.parametrize(("consistency", "slots"), SLOTS)
-def test_module_gets_a_private_copy_per_version(elsewhere, rig, consistency, slots):
-    kind, scheme, options = RIGS[rig]
-    made = kind(scheme, consistency=consistency, slots=slots, **options)
-    before = [[id(tensor) for tensor in net.parameters()] for net in made.nets]
-    for value in (1, 2, 3):
-        made.deliver(Stamped(value))
-        assert made.stamps() == [value, value]
-    assert [[id(tensor) for tensor in net.parameters()] for net in made.nets] == before
-    first, second = (net.layer.weight for net in made.nets)
-    assert first.data_ptr() != second.data_ptr()
-    with torch.no_grad():
-        first.fill_(9)  # its own memory: in an arena this would end the process
-    assert made.stamps()[1] == 3
-    made.deliver(Stamped(4))
-    assert made.stamps() == [4, 4]
-    made.close()
-    gc.collect()
 
 
 @pytest.mark.parametrize(("consistency", "slots"), SLOTS)

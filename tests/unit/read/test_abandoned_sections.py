@@ -122,10 +122,13 @@ def test_an_error_in_the_body_is_not_hidden_by_a_section_that_is_open(pair):
     section.__exit__(None, None, None)
 
 
-def test_a_section_that_was_not_entered_cannot_be_left(pair):
+def test_a_section_that_was_not_entered_shows_nothing_and_cannot_be_left(pair):
     pub, sub = pair()
     stray = sub.read()
     with sub.read():
+        for show in (lambda: stray.weights, stray.numpy):
+            with pytest.raises(shmsync.ProtocolError, match="with sub.read.. as section"):
+                show()
         with pytest.raises(shmsync.ProtocolError, match="not entered"):
             stray.__exit__(None, None, None)
         with pytest.raises(shmsync.ReaderStalled):

@@ -33,13 +33,13 @@ def no_thread_left():
 
 
 class Net(nn.Module):
-    """Leaves of one size in two submodules; a buffer, which is looked at first; two names for one parameter."""
+    """Leaves of one size in two submodules, in rows and not; a buffer, which is looked at first; a tied parameter."""
 
     def __init__(self, leaves, width):
         super().__init__()
         self.register_buffer("noise", torch.ones(width))
-        for part in ("first", "second"):
-            params = [nn.Parameter(torch.ones(width)) for _ in range(leaves // 2)]
+        for part, make in (("first", torch.ones), ("second", lambda width: torch.ones(2, width // 2).t())):
+            params = [nn.Parameter(make(width)) for _ in range(leaves // 2)]
             setattr(self, part, nn.ParameterList(params))
         self.tied = self.first[0]
 
@@ -123,7 +123,7 @@ def plain(value):
 
 def is_private(found, value):
     for each in found:
-        assert each.tolist() == [value] * each.numel() or not value
+        assert each.flatten().tolist() == [value] * each.numel() or not value
         with torch.no_grad():
             each.add_(1.0)  # in an arena this is a SIGSEGV
 
@@ -163,6 +163,7 @@ def test_a_pickle_is_as_large_as_the_weights_and_private(what, how, slots, size,
     found = tensors(out)
     assert len(found) == len(tensors(value)) and [t.shape for t in found] == [t.shape for t in tensors(value)]
     assert {type(t) for t in found} == {type(t) for t in tensors(value)}
+    assert [t.stride() for t in found] == [t.stride() for t in tensors(value)]
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
     assert sum(sizes.values()) <= 1.3 * sum(t.numel() * 4 for t in tensors(value)) + 100_000 * (what == "slice")
     if isinstance(out, Net):

@@ -60,13 +60,3 @@ def test_a_reader_waits_at_the_gate_and_gives_up_at_its_deadline(pair):
         assert not sub.refresh()
     with sub.read() as section:
         assert section.version == 2
-
-
-def test_a_section_that_was_not_entered_shows_nothing(pair):
-    _, sub = pair(2)
-    section = sub.read()
-    for show in (lambda: section.weights, section.numpy):
-        with pytest.raises(shmsync.ProtocolError, match="with sub.read.. as section"):
-            show()
-    with section:
-        assert section.weights["t"].tolist() == section.numpy()["t"].tolist() == [0] * 4

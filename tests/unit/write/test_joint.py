@@ -38,12 +38,6 @@ def publish(pair, values, version, timeout=5.0, optional=None):
     publish_jointly(sources, version, time.monotonic() + timeout)
 
 
-def test_all_of_them_get_one_version(pair):
-    publish(pair, (7, 8), 9)
-    assert [seen(pub) for pub in pair] == [(9, 7.0), (9, 8.0)]
-    assert pair[0].publish(weights(1)) == 10
-
-
 def counted(publisher):
     stats = publisher.stats()
     return stats.publishes, stats.publish.count, stats.aborted
@@ -63,18 +57,6 @@ def test_each_is_counted_when_it_commits_and_not_before(pair, monkeypatch):
         with pytest.raises(shmsync.WriterBusy):
             publishing()
     assert [counted(pub) for pub in pair] == [(*figures[:2], figures[2] + 2) for figures in once]
-
-
-def test_none_is_changed_when_one_does_not_fit(pair):
-    before = [seen(pub) for pub in pair]
-    with pytest.raises(shmsync.ManifestMismatch):
-        publish_jointly(
-            [Source(pair[0]._writer, weights(5)), Source(pair[1]._writer, {"v": torch.ones(1)})],
-            9,
-            time.monotonic() + 5,
-        )
-    assert [seen(pub) for pub in pair] == before
-    assert pair[1].publish(weights(3)) == 2
 
 
 def test_none_is_changed_when_one_cannot_be_written(pair):
