@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 
 import torch
-from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -243,8 +242,3 @@ def weight_norm():
 
 def parametrized():
     return nn.Sequential(parametrizations.weight_norm(nn.Linear(WIDTH, 8)), Pause(), nn.Linear(8, 2))
-
-
-def tensordict_module():
-    first = TensorDictModule(nn.Linear(WIDTH, 8), in_keys=["x"], out_keys=["h"])
-    return TensorDictSequential(first, TensorDictModule(nn.Sequential(Pause(), nn.Linear(8, 2)), ["h"], ["y"]))

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDict
 from torch import nn
 
 from support.zoo.kinds import (
@@ -21,7 +20,6 @@ from support.zoo.kinds import (
     Returning,
     mlp,
     parametrized,
-    tensordict_module,
     weight_norm,
 )
 
@@ -47,10 +45,6 @@ def _forward(module, x):
     return module.forward(x)
 
 
-def _through_tensordict(module, x):
-    return module(TensorDict({"x": x}, batch_size=[len(x)]))["y"]
-
-
 USES = {
     "mlp": Use(mlp, _call, ["forward"]),
     "mlp.forward": Use(mlp, _forward, ["forward"]),
@@ -73,5 +67,4 @@ USES = {
     "container.pi": Use(Container, lambda m, x: m.pi(x), ["pi"]),
     "weight_norm": Use(weight_norm, _call, ["forward"], whole=False),
     "parametrized": Use(parametrized, _call, ["forward"], whole=False),
-    "tensordict_module": Use(tensordict_module, _through_tensordict, ["forward"], whole=False),
 }

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import shmsync
-from support.weights import step
 
 
 @torch.no_grad()
@@ -18,17 +17,12 @@ def test_dynamo_compiles_the_forward_below_the_guard(bound):
         frames.append(graph)
         return graph.forward
 
-    trainer, worker, pub, sub = bound(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()), 2)
+    trainer, worker, _, _ = bound(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()), 2)
     torch._dynamo.reset()
     compiled = torch.compile(worker, backend=backend)
     x = torch.randn(3, 4)
     assert torch.allclose(compiled(x), trainer(x))
     assert frames, "Dynamo left the module eager"
-    for _ in range(3):
-        step(trainer)
-        pub.publish()
-        assert torch.allclose(compiled(x), trainer(x))
-    assert sub.version == pub.version
 
 
 def test_frozen_compilation_is_refused(publisher, subscriber, monkeypatch):

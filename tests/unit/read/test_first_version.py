@@ -35,7 +35,7 @@ def test_true_waits_as_all_does(pair):
     for wait in (True, "all"):
         with pytest.raises(shmsync.AckTimeout), pub.update(wait=wait, timeout=0.05):
             pass
-        with pytest.raises(shmsync.AckTimeout):
+        with pytest.raises(shmsync.AckTimeout, match=r"is idle, or waits for .* full queue, never does"):
             pub.publish(wait=wait, timeout=0.05)
     assert sub.refresh()
     assert pub.publish(wait=False, timeout=0.05) == pub.publish(timeout=0.05) - 1  # no worker is waited for

@@ -14,11 +14,6 @@ def read_only(arenas):
     return arenas.subscriber(arenas.publisher({"x": torch.zeros(4)})).weights["x"]
 
 
-def lazy(make):
-    parts = [TensorDict({"b": make()}, batch_size=[]) for _ in range(2)]
-    return LazyStackedTensorDict(*parts)
-
-
 PLAIN = {"a": torch.float32, "b": torch.float32, "c": torch.complex64}
 BAD = {
     "expanded": (lambda arenas: {"b": torch.zeros(1).expand(4)}, "b of out has several elements in one place"),
@@ -91,7 +86,8 @@ def test_tied_leaves_may_be_one_tensor_in_out(publisher, subscriber):
 
 def test_what_is_made_anew_at_each_look_is_refused(publisher, subscriber):
     sub = subscriber(publisher({"a": torch.ones(2), "n": {"b": torch.ones(2, 4)}}))
-    out = TensorDict({"a": torch.zeros(2), "n": lazy(lambda: torch.zeros(4))}, batch_size=[])
+    parts = [TensorDict({"b": torch.zeros(4)}, batch_size=[]) for _ in range(2)]
+    out = TensorDict({"a": torch.zeros(2), "n": LazyStackedTensorDict(*parts)}, batch_size=[])
     with pytest.raises(ValueError, match=r"n\.b of out is made again"):
         sub.snapshot(out)
     assert out["a"].tolist() == [0, 0]

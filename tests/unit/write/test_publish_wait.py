@@ -20,15 +20,6 @@ def test_a_named_worker_that_never_attached_times_out(publisher):
     assert isinstance(error.value, TimeoutError)
 
 
-def test_a_subscriber_that_does_not_refresh_is_named(publisher, subscriber):
-    pub = publisher({"t": torch.ones(1)})
-    subscriber(pub, worker=7)
-    with pytest.raises(shmsync.AckTimeout, match=r"is idle, or waits for .* full queue, never does") as error:
-        pub.publish(wait="all", timeout=0.05)
-    assert error.value.missing == [7]
-    assert pub.version == 2
-
-
 def test_wait_takes_any_iterable_of_indices_and_refuses_others(publisher, subscriber):
     pub = publisher({"w": torch.zeros(3)})
     subscriber(pub, worker=0)

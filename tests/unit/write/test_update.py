@@ -64,10 +64,9 @@ def test_an_update_keeps_its_publisher(subscriber):
     publisher.close()
 
 
-@pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["nested", "another thread"])
-def test_one_update_entered_twice_leaves_the_outer_one_alone(publisher, subscriber, slots, elsewhere):
-    pub = publisher({"t": torch.zeros(4)}, slots=slots)
+def test_one_update_entered_twice_leaves_the_outer_one_alone(publisher, elsewhere):
+    pub = publisher({"t": torch.zeros(4)})
     update = pub.update()
 
     def again():
@@ -82,12 +81,10 @@ def test_one_update_entered_twice_leaves_the_outer_one_alone(publisher, subscrib
         weights["t"].fill_(1)
     assert pub.version == 2
     assert pub.weights["t"].tolist() == [1] * 4
-    assert subscriber(pub).weights["t"].tolist() == [1] * 4
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_an_update_that_is_over_cannot_be_left_again(publisher, slots):
-    pub = publisher({"t": torch.zeros(4)}, slots=slots)
+def test_an_update_that_is_over_cannot_be_left_again(publisher):
+    pub = publisher({"t": torch.zeros(4)})
     update = pub.update()
     with pytest.raises(shmsync.ProtocolError, match="not entered"):
         update.__exit__(None, None, None)
