@@ -85,7 +85,7 @@ def tensors_alone(patch):
         (nobody_together, "policy", "two_arenas"),
         (one_version_for_all_threads, "policy", "several_threads"),
         (tensors_alone, "returning.dist", "plain"),
-        (tensors_alone, "returning.held", "another_thread"),
+        (tensors_alone, "returning.held", "several_threads"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

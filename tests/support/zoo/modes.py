@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-import threading
 from contextlib import nullcontext
 
 import torch
@@ -122,19 +121,6 @@ def inference_mode(bind, module, use):
     return run
 
 
-def another_thread(bind, module, use):
-    worker = bind(module)
-
-    def run(x):
-        found = []
-        thread = threading.Thread(target=lambda: found.append(use.run(worker, x)))
-        thread.start()
-        thread.join()
-        return found[0]
-
-    return run
-
-
 def several_threads(bind, module, use):
     worker = bind(module)
 
@@ -181,31 +167,15 @@ def _of_copies(bind, module, use, made):
     return run
 
 
-def wrapped_after(bind, module, use):
-    worker = bind(module)
-    for name in [name for name in ("forward", *use.names) if "." not in name and name in vars(worker)]:
-        inner = getattr(worker, name)
-        setattr(worker, name, functools.wraps(inner)(lambda *args, inner=inner: inner(*args)))
-    bind(worker)
-    return lambda x: use.run(worker, x)
-
-
-def bound_before_elsewhere(bind, module, use):
-    bind.elsewhere(module)
-    worker = bind(module)
-    return lambda x: use.run(worker, x)
-
-
 def two_arenas(bind, module, use):
     worker = bind.in_parts(module)
     return lambda x: use.run(worker, x)
 
 
 MODES = {mode.__name__: mode for mode in (
-    plain, named, read_section, used_then_compiled_before, compiled_whole_before,
-    compiled_whole_after, compiled_in_place_before, compiled_in_place_after, called_by_compiled_code,
-    called_by_compiled_code_in_a_section, section_in_compiled_code, autocast_loop, inference_mode, another_thread,
-    several_threads, copied, pickled, wrapped_after, bound_before_elsewhere, two_arenas,
+    plain, named, read_section, used_then_compiled_before, compiled_whole_before, compiled_whole_after,
+    compiled_in_place_before, compiled_in_place_after, called_by_compiled_code, called_by_compiled_code_in_a_section,
+    section_in_compiled_code, autocast_loop, inference_mode, several_threads, copied, pickled, two_arenas,
 )}  # fmt: skip
 
 # Those whose results are not those of guarded calls, and may show the weights.

@@ -55,10 +55,6 @@ class World:
     def __call__(self, module, **options):
         return self.subscriber.bind(module, **options)
 
-    def elsewhere(self, module):
-        with shmsync.Publisher(self.use.make(), slots=self.slots) as pub, shmsync.Subscriber(pub.handle) as sub:
-            sub.bind(module)
-
     def in_parts(self, module):
         for subscriber in self.subscribers:
             subscriber.bind(module)

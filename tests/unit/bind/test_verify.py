@@ -176,9 +176,8 @@ def untied(worker):
     ],
     ids=lambda each: getattr(each, "__name__", None),
 )
-@pytest.mark.parametrize("slots", [1, 2])
-def test_what_a_module_holds_instead_is_named(delivered, change, leaves, says, slots):
-    _, worker, _, sub = delivered(slots)
+def test_what_a_module_holds_instead_is_named(delivered, change, leaves, says):
+    _, worker, _, sub = delivered()
     change(worker)
     text = refused(sub, *leaves)
     assert all(f"Agent.{leaf} {says}" in text for leaf in leaves)

@@ -35,12 +35,6 @@ def adopted(leaves, tied, optimizer, publisher):
     return calls(lambda: pub.adopt(module, optimizer))
 
 
-def snapped(leaves, tied, out, subscriber, publisher):
-    sub = subscriber(publisher(model(leaves, tied)))
-    target = sub.snapshot().weights if out else None
-    return calls(lambda: sub.snapshot(target))
-
-
 def assert_linear(work, small=100):
     """Twice as many leaves take at most twice as many calls, and something for what is there once."""
     work(small)  # what is made at the first use
@@ -58,7 +52,12 @@ def test_adopt(publisher, tied, optimizer):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("out", [False, True])
 def test_snapshot(publisher, subscriber, tied, out):
-    assert_linear(lambda leaves: snapped(leaves, tied, out, subscriber, publisher))
+    def work(leaves):
+        sub = subscriber(publisher(model(leaves, tied)))
+        target = sub.snapshot().weights if out else None
+        return calls(lambda: sub.snapshot(target))
+
+    assert_linear(work)
 
 
 def flat(leaves):
