@@ -31,6 +31,19 @@ def test_outer_sections_hold_one_version_for_a_rollout(both, how):
 
 
 @torch.no_grad()
+def test_buffers_are_private_and_refreshed_with_each_version(bound):
+    trainer, worker, pub, sub = bound(lambda: nn.BatchNorm1d(3))
+    worker.train()
+    worker(torch.randn(8, 3) + 5)  # writes running statistics
+    assert trainer.running_mean.abs().sum() == 0
+    trainer.running_mean.fill_(2)
+    pub.publish()
+    sub.refresh()
+    assert worker.running_mean.tolist() == [2, 2, 2]
+    assert sub.weights["running_mean"].data_ptr() != worker.running_mean.data_ptr()
+
+
+@torch.no_grad()
 def test_buffers_can_be_views(bound):
     _, worker, _, sub = bound(lambda: nn.BatchNorm1d(3), buffers="view")
     assert worker.running_mean.data_ptr() == sub.weights["running_mean"].data_ptr()

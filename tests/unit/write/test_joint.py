@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from functools import partial
 
@@ -61,30 +62,21 @@ def test_each_is_counted_when_it_commits_and_not_before(pair, monkeypatch):
 
 def test_none_is_changed_when_one_cannot_be_written(pair):
     before = [seen(pub) for pub in pair]
-    readers = [shmsync.Subscriber(pair[1].handle) for _ in range(pair[1]._writer.arena.slots)]
-    sections = []
-    for version, reader in enumerate(readers, 2):  # with several slots, hold them all
-        sections.append(reader.read())
-        sections[-1].__enter__()
-        if reader is not readers[-1]:
-            pair[1].publish(weights(version))
-    before[1] = (pair[1].version, float(pair[1].weights["w"][0]))
-    figures = [counted(pub) for pub in pair]
-    with pytest.raises(shmsync.ProtocolError):  # this thread itself is in the way
-        publish(pair, (7, 8), 9)
-    assert [counted(pub) for pub in pair] == [(*each[:2], each[2] + 1) for each in figures]
-    for section in reversed(sections):
-        section.__exit__(None, None, None)
-    assert [seen(pub, consistency) for pub in pair for consistency in ("pinned", "optimistic")] == [
-        before[0],
-        before[0],
-        before[1],
-        before[1],
-    ]
+    slots = pair[1]._writer.arena.slots
+    with contextlib.ExitStack() as held:  # all slots
+        for number in range(slots):
+            if number:
+                pair[1].publish(weights(number))
+            held.enter_context(held.enter_context(shmsync.Subscriber(pair[1].handle)).read())
+        before[1] = (slots, float(pair[1].weights["w"][0]))
+        figures = [counted(pub) for pub in pair]
+        with pytest.raises(shmsync.ProtocolError):  # this thread itself is in the way
+            publish(pair, (7, 8), 9)
+        assert [counted(pub) for pub in pair] == [(*each[:2], each[2] + 1) for each in figures]
+    for consistency in ("pinned", "optimistic"):
+        assert [seen(pub, consistency) for pub in pair] == before
     publish(pair, (7, 8), 20)
     assert [seen(pub) for pub in pair] == [(20, 7.0), (20, 8.0)]
-    for reader in readers:
-        reader.close()
 
 
 def test_versions_only_grow(pair):
