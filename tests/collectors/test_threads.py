@@ -65,8 +65,9 @@ def test_an_environment_may_fork_processes_of_its_own(collector):
 
 
 @pytest.mark.full  # a quarter of a minute; frames/test_vector_envs.py forks too
-def test_in_a_worker_that_was_spawned(collector):
-    batches = collector(OwnThread, Constant(), **FOUR, start_method="spawn")
+@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+def test_with_other_start_methods(collector, start_method):
+    batches = collector(OwnThread, Constant(), **FOUR, start_method=start_method)
     assert next(batches)["next", "done"].sum() == 8
     batches.shutdown()
 

@@ -13,7 +13,7 @@ from support.environments.raising import ENVIRONMENT, KINDS, PLACES, WORDS, Clos
 from support.processes import until, workers
 
 # What the worker's own loops and pipes raise too: in some places it could be taken for theirs.
-MISTAKEN = ["RuntimeError", "StopIteration", "EOFError", "KeyboardInterrupt"]
+MISTAKEN = ["StopIteration", "EOFError", "BrokenPipeError", "KeyboardInterrupt"]
 AS_THEY_ARE = {
     "RuntimeError",
     "EOFError",
@@ -32,9 +32,10 @@ def test_what_user_code_raises_in_any_place_arrives_with_its_traceback(kind, pla
     check_what_arrives(kind, place, sync)
 
 
+@pytest.mark.parametrize(("place", "sync"), [("step", True), ("later reset", False)])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in MISTAKEN])
-def test_whatever_a_step_raises_arrives_with_its_traceback(kind):
-    check_what_arrives(kind, "step", True)
+def test_whatever_it_raises_arrives_with_its_traceback(kind, place, sync):
+    check_what_arrives(kind, place, sync)
 
 
 def check_what_arrives(kind, place, sync):

@@ -8,7 +8,7 @@ import shmsync
 from support.calls import naming
 from support.choice import first
 from support.descriptors import exhaust
-from support.processes import until
+from support.processes import segments, until
 from support.remote import fetching, members, parts
 from support.remote.fetching import MANY
 
@@ -95,6 +95,8 @@ def test_the_only_worker_of_a_node_is_asked_once(fleet, kind, size):
     assert permissions == "r--s" and members.can_write(group.workers[1].pid, inode)
     group.trainer.call(parts.shut_down)
     until(lambda: group.workers[1].call(fetching.relays_here) == 0)
+    until(lambda: not segments(group.workers[1].pid))
+    assert segments(group.trainer.pid) == []
 
 
 def test_what_the_only_worker_cannot_publish_raises_in_the_trainer(fleet, kind):

@@ -14,8 +14,8 @@ from support.storms import storm
 
 HERE = ["shared-memory", "engine"]
 VARIANTS = ["engine-device", "shared-memory-3", "groups", "multiprocess", "collector", "torchrl"]
-AFAR = ["ray", "rpc", "distributed"]
-RELAYED = ["ray-fan-out", "ray-module", "rpc-fan-out", "distributed-fan-out"]  # `make soak` has them too
+AFAR = ["ray", "ray-module", "rpc", "distributed"]
+RELAYED = ["ray-fan-out", "rpc-fan-out", "distributed-fan-out"]  # `make soak` has them too
 # The module, and the extra of shmsync that brings it.
 NEEDS = {"ray": ("ray", "ray"), "collector": ("gymnasium", "collectors"), "torchrl": ("torchrl", "torchrl")}
 

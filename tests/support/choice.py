@@ -8,7 +8,7 @@ differs from function to function, and is the same in every run.
 A test that is marked `full` is never of the covering choice: it takes seconds, and another test shows nearly the same,
 or it is a whole program.
 One that is marked `slow` is of no choice but all and rest: it is a training, or a section of the benchmark, of a minute
-or more, and shorter tests start the same program; or a storm over a cluster.
+or more, and shorter tests start the same program; or a storm over relays.
 
 The pairs are what CI runs after the covering choice: so many more combinations that every two values of two parameters
 meet in one test, and of those that are marked `full` so many that every value occurs. Most faults need one value or

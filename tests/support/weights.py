@@ -71,9 +71,7 @@ class Scaled(nn.Module):
     def forward(self, kind):
         if kind == "tensor":
             return self.scale[1:3]
-        if kind == "nested":
-            return {"out": (torch.zeros(2), [self.scale.view(2, 2)]), "shift": self.shift}
-        return self.scale
+        return {"out": (torch.zeros(2), [self.scale.view(2, 2)]), "shift": self.shift}
 
 
 def fill(module, value):

@@ -145,8 +145,7 @@ def test_worker_started_anew_takes_the_place_of_the_dead(fleet):
     sender = fleet.open()
     sender.send(Stamped(1))
     fleet.workers[1].kill()
-    with pytest.raises(WorkerDied):
-        sender.send(Stamped(2), timeout=LONG)
+    raises_worker_died(Call(sender.send, Stamped(2), timeout=LONG), time.monotonic())
     fleet.replace(1)
     fleet.register(sender, 1)
     fleet.join(1, fleet.schemes[0])

@@ -1,5 +1,6 @@
 """A process that is stopped is alive: it keeps its pin, and is named when it is late."""
 
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -10,7 +11,9 @@ import pytest
 import shmsync
 from shmsync import cli
 from shmsync.engine.publish_all import Publication, publish_all
+from shmsync.memory.control import leftovers
 from support.jobs.engine import attach, enter, leave, look, publish, read
+from support.processes import segment_path
 from support.weights import stamp, stamped
 
 
@@ -47,6 +50,8 @@ def test_stopped_publisher_is_alive(open_trainer, name):
         with pytest.raises(shmsync.ArenaExists):
             shmsync.Publisher(stamped(1), name=name)
         assert cli.main(["gc"]) == 0
+        leftovers.sweep_some(math.inf)
+        assert segment_path(name).exists()
         writer.resume()
         writer.call(publish, 2)
         assert read(sub) == (2, 2, 2)

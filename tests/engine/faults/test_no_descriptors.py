@@ -21,6 +21,7 @@ from support.jobs.engine import (
 from support.processes import segment_path
 
 FREE = range(12)  # from none to more than any call needs: each call gets further than the one before
+COLD = (0, 1, 3, 5, 8)  # with so many free a process makes its first call of the kind; with the others it repeats one
 OWN_CALLS = pytest.mark.no_cuda(reason="CUDA's own calls to the system fail too, and the error is CUDA's")
 
 
@@ -75,32 +76,36 @@ def test_reader_does_not_report_a_living_writer_as_dead(start):
 
 @OWN_CALLS
 def test_the_name_of_a_living_arena_is_kept(start, name):
-    trainer, rival = start(2)
+    (trainer,) = start(1)
     handle = trainer.call(open_arena, 3, name=name)
-    before = rival.call(open_descriptors)
     for free in FREE:
+        if free in COLD:
+            (rival,) = start(1)
+            before = rival.call(open_descriptors)
         outcome = rival.call(poor, free, open_and_close, name=name)
         assert outcome[0] in ("NoSpace", "ArenaExists"), (free, outcome)
         assert rival.call(open_descriptors) == before, free
         for command in ("gc", "list"):
             outcome = rival.call(poor, free, run_command, command)
             assert isinstance(outcome[0], int), (free, outcome)
-            assert f"removed {name}" not in outcome[1]
-            assert not re.search(rf"^{name} +dead", outcome[1], re.M)
-            assert outcome[0] == 1 or name in outcome[1]
-        assert segment_path(name).exists()
+            assert f"removed {name}" not in outcome[1], (free, outcome)
+            assert not re.search(rf"^{name} +dead", outcome[1], re.M), (free, outcome)
+            assert outcome[0] == 1 or name in outcome[1], (free, outcome)
+        assert segment_path(name).exists(), free
         with shmsync.Subscriber(handle) as sub:
             assert read(sub) == (3, 3, 3)
 
 
 @OWN_CALLS
 def test_the_row_of_a_living_reader_is_kept(start):
-    trainer, worker, joiner = start(3)
+    trainer, worker = start(2)
     handle = trainer.call(open_arena, 1, slots=2, max_readers=1)
     worker.call(attach, handle, worker=5)
     worker.call(enter)
-    before = joiner.call(open_descriptors)
     for free in FREE:
+        if free in COLD:
+            (joiner,) = start(1)
+            before = joiner.call(open_descriptors)
         outcome = joiner.call(poor, free, attach_and_detach, handle)
         assert outcome[0] in ("NoSpace", "ReaderTableFull"), (free, outcome)
         assert joiner.call(open_descriptors) == before, free
@@ -112,13 +117,14 @@ def test_the_row_of_a_living_reader_is_kept(start):
 
 @OWN_CALLS
 def test_a_call_that_lacks_descriptors_changes_nothing_and_works_when_there_are_some(start, name):
-    trainer, worker = start(2)
     for free in FREE:
+        if free in COLD:
+            trainer, worker = start(2)
         before = trainer.call(open_descriptors)
         outcome = trainer.call(poor, free, open_and_close, name=name)
         assert outcome == "closed" or outcome[0] == "NoSpace", (free, outcome)
-        assert "descriptor" in str(outcome) or "files" in str(outcome) or outcome == "closed"
-        assert not segment_path(name).exists()
+        assert "descriptor" in str(outcome) or "files" in str(outcome) or outcome == "closed", (free, outcome)
+        assert not segment_path(name).exists(), free
         assert trainer.call(open_descriptors) == before, free
         handle = trainer.call(open_arena, name=name)
         before = worker.call(open_descriptors)

@@ -36,20 +36,20 @@ def tag(collecting, worker):
     return float(found["layers.0"][0])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_worker_is_named_and_the_next_update_goes_on_without_it(collector, kind):
+@pytest.mark.parametrize(("victim", "kind"), enumerate(KINDS))
+def test_a_killed_worker_is_named_and_the_next_update_goes_on_without_it(collector, victim, kind):
     policy = Tagged()
     collecting = collector(policy, kind=kind)
-    kill(collecting, 0)
+    kill(collecting, victim)
     policy.set(1)
-    with pytest.raises(shmsync.WorkerDied, match="worker 0 .*SIGKILL") as caught:
+    with pytest.raises(shmsync.WorkerDied, match=rf"worker {victim} .*SIGKILL") as caught:
         collecting.update_policy_weights_()
-    assert caught.value.missing == [0]
-    assert tag(collecting, 1) == 1  # the others have it
+    assert caught.value.missing == [victim]
+    assert tag(collecting, 1 - victim) == 1  # the other has it
     for number in (2, 3):
         policy.set(number)
         collecting.update_policy_weights_()
-        assert tag(collecting, 1) == number
+        assert tag(collecting, 1 - victim) == number
 
 
 @pytest.mark.parametrize("slots", [1, 2])

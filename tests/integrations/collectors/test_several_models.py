@@ -26,6 +26,11 @@ def test_each_model_is_updated_by_its_id(collector):
     assert tags(collecting) == [2, 2] and ask(collecting, "env.critic.read") == [10, 10]
     collecting.update_policy_weights_(Critic(20), model_id="env.critic")
     assert tags(collecting) == [2, 2] and ask(collecting, "env.critic.read") == [20, 20]
+    collecting.update_policy_weights_()  # each model has its own last weights
+    collecting.update_policy_weights_(model_id="env.critic")
+    assert tags(collecting) == [2, 2] and ask(collecting, "env.critic.read") == [20, 20]
+    collecting.update_policy_weights_(weights_dict={"policy": None, "env.critic": Critic(25)})
+    assert tags(collecting) == [2, 2] and ask(collecting, "env.critic.read") == [25, 25]
     collecting.update_policy_weights_(weights_dict={"policy": Tagged(3), "env.critic": {"value": torch.tensor([30.0])}})
     assert tags(collecting) == [3, 3] and ask(collecting, "env.critic.read") == [30, 30]
     batch = next(iter(collecting))

@@ -15,7 +15,9 @@ pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brin
 
 import ray
 
-from shmsync import RayActorTransport, RayModuleTransformScheme, RayWeightSyncScheme
+from shmsync import RayActorTransport, RayModuleTransformScheme, RayWeightSyncScheme, WorkerDied
+from support import processes
+from support.calls import naming
 from support.conformance.contexts import Context
 from support.remote import ray_parts as parts
 from support.weights import fill
@@ -97,6 +99,18 @@ def test_a_source_model_is_read_again_at_each_send(actor):
         fill(model, version)
         assert sender.send() == version
         assert ray.get(actor.look.remote()) == (float(version), version)
+
+
+@pytest.mark.full  # an actor of its own
+def test_a_killed_actor_is_named(crew):
+    (actor,) = parts.start({MODEL_ID: RayModuleTransformScheme()}, kind=parts.ModuleActor)
+    sender = sender_of(actors=[crew[0], actor])
+    sender.send(parts.net(1.0))
+    processes.kill(ray.get(actor.pid.remote()))
+    with naming(WorkerDied, [1]):
+        sender.send(parts.net(2.0))
+    assert sender.send(parts.net(3.0)) == 3
+    assert ray.get(crew[0].look.remote()) == (3.0, 3)
 
 
 def test_fan_out_binds_the_module_to_shared_memory():

@@ -88,6 +88,7 @@ def _under(mode):
 
 
 def held(net):
+    assert all(parameter.requires_grad and parameter.is_leaf for parameter in net.parameters())
     return {name: tensor.detach() for name, tensor in (*net.named_parameters(), *net.named_buffers())}
 
 

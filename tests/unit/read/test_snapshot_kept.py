@@ -178,10 +178,12 @@ def test_a_change_is_noticed_as_if_it_came_for_the_first_time(both, table, how, 
     out = made(how)
     assert said_by(sub, out) == "done"
     assert said_by(sub, out) == "done"
+    applied = set()
     for change in draw.sample(CHANGES_OF_OUT * 2, 2 * len(CHANGES_OF_OUT)):
         name = draw.choice(list(SHAPES))
         with contextlib.suppress(RuntimeError):  # torch refuses some to some tensors
             change_out(out, name, change, sub)
+            applied.add(change)
         pub.publish(layout({name: torch.rand(shape) for name, shape in SHAPES.items()}))
         before = values_of(out)
         said = said_by(sub, out)
@@ -196,6 +198,7 @@ def test_a_change_is_noticed_as_if_it_came_for_the_first_time(both, table, how, 
         if said != "done" or draw.random() < 0.1:
             out = made(how)
             assert said_by(sub, out) == "done"
+    assert applied == set(CHANGES_OF_OUT) or how != "tensors"
 
 
 def test_autograd_sees_each_write(publisher, subscriber):

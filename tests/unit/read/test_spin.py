@@ -52,11 +52,12 @@ def test_a_version_that_comes_meanwhile_is_found_without_sleeping(pair, subscrib
 
 def test_without_it_the_reader_sleeps(pair):
     pub, sub = pair()
-    waiting = Call(wait, sub, 2, timeout=60)
+    waiting = Call(wait, sub, 3, timeout=60)
     until_waits(waiting, "wait_version")
-    put(pub, 2)
+    put(pub, 2)  # not the one that it waits for
+    put(pub, 3)
     found, sleeps = waiting.result()
-    assert found == 2 and sleeps > 0
+    assert found == 3 and sleeps > 0
 
 
 def test_it_ends_with_the_timeout_and_sleeps_when_it_is_over(pair):

@@ -9,7 +9,7 @@ import torch
 from shmsync.errors import ManifestMismatch
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from shmsync.schemes.arenas.worker_devices import WorkerDevices
-from support.conformance.nets import Stamped, stamp
+from support.conformance.nets import Stamped, ask, stamp
 from support.conformance.rigs import PipeRig
 from support.devices.simulated import Simulated, installed
 from support.processes import segments
@@ -121,9 +121,16 @@ def test_a_device_where_no_weights_can_lie_is_refused(two, scheme, given, error,
 
 
 def test_a_worker_need_not_see_the_devices_of_the_others(two):
-    scheme = pickle.dumps(SharedMemWeightSyncScheme(device=["simulated:0", None]))
+    scheme = SharedMemWeightSyncScheme(device=["simulated:0", None])
+    pickled, pipes = pickle.dumps(scheme), [multiprocessing.Pipe() for _ in range(2)]
+    scheme.init_on_sender("policy", pipes=[ours for ours, _ in pipes])
+    scheme.get_sender().send_async(Stamped(1))
     with installed():
-        pickle.loads(scheme).shutdown()
+        net, in_worker = Stamped(0), pickle.loads(pickled)
+        in_worker.init_on_worker("policy", pipe=pipes[1][1], worker_idx=1, model=net)
+        assert in_worker.get_receiver().receive(60)
+        assert ask(net) == 1
+        in_worker.shutdown()
         with pytest.raises(ValueError, match="cannot lie on 'simulated:0'"):
             SharedMemWeightSyncScheme(device=["simulated:0", None])
 

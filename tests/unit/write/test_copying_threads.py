@@ -141,10 +141,11 @@ def test_a_process_ends_as_ever_while_it_has_a_helper(helper, end, status):
 
 
 @pytest.mark.parametrize("sizes", [[LARGE // 4], [1000] * 6000, [5, LARGE // 8, 0, 77, LARGE // 8]])
-def test_every_byte_arrives(both, threads, sizes):
+@pytest.mark.parametrize("slots", [1, 2])
+def test_every_byte_arrives(both, threads, sizes, slots):
     threads(3)
     source = {f"{i:05}": torch.empty(size) for i, size in enumerate(sizes)}
-    pub, sub = both(source, slots=2)
+    pub, sub = both(source, slots=slots)
     for _ in range(4):
         for leaf in source.values():
             leaf.normal_()

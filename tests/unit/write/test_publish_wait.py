@@ -20,6 +20,19 @@ def test_a_named_worker_that_never_attached_times_out(publisher):
     assert isinstance(error.value, TimeoutError)
 
 
+@pytest.mark.parametrize("wait", ["all", True, [7]])
+def test_a_subscriber_that_does_not_refresh_is_named(publisher, subscriber, wait):
+    pub = publisher({"t": torch.ones(1)})
+    sub = subscriber(pub, worker=7)
+    with pytest.raises(shmsync.AckTimeout, match=r"is idle, or waits for .* full queue, never does") as error:
+        pub.publish(wait=wait, timeout=0.05)
+    assert (error.value.missing, error.value.version, pub.version) == ([7], 2, 2)
+    sub.refresh()
+    with pytest.raises(shmsync.AckTimeout) as error:
+        pub.publish(wait=wait, timeout=0.05)
+    assert (error.value.missing, error.value.version, pub.version) == ([7], 3, 3)
+
+
 def test_wait_takes_any_iterable_of_indices_and_refuses_others(publisher, subscriber):
     pub = publisher({"w": torch.zeros(3)})
     subscriber(pub, worker=0)
