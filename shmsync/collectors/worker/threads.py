@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
+from queue import SimpleQueue  # noqa: TID251  # no wait of this one has a timeout
 from typing import Any
 
 import torch
 
-from ...schemes.link.serial_executor import SerialExecutor, Task
 from .singles import Leading, Results, SingleEnvs
+
+Work = tuple["Future[Any]", Callable[[], Any]]
 
 
 class EnvInThread:
@@ -19,26 +23,43 @@ class EnvInThread:
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        # No concurrent.futures: at its end a process that the environment forks would wait for the thread that it is.
-        self._executor = SerialExecutor()
-        self.submit(partial(torch.set_num_threads, 1))  # which OpenMP counts for each thread
-        self._env = self.submit(make).result()
+        # No executor's thread: at its end a process that the environment forks would wait for the thread that it is.
+        self._work: SimpleQueue[Work | None] = SimpleQueue()
+        threading.Thread(target=_serve, args=(self._work,), name="shmsync-environment", daemon=True).start()
+        try:
+            self._env = self.submit(make).result()
+        except BaseException:
+            self._work.put(None)
+            raise
 
     def __getattr__(self, name: str) -> Any:
         if name == "_env":  # making it has failed
             raise AttributeError(name)
         return getattr(self._env, name)
 
-    def submit(self, work: Callable[[], Any]) -> Task:
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
         """Call this in the environment's thread, after what was submitted before."""
-        return self._executor.give(work)
+        future: Future[Any] = Future()
+        self._work.put((future, work))
+        return future
 
     def close(self) -> None:
         """Close the environment, and end the thread."""
         try:
             self.submit(self._env.close).result()
         finally:
-            self._executor.close()
+            self._work.put(None)
+
+
+def _serve(queue: SimpleQueue[Work | None]) -> None:
+    torch.set_num_threads(1)  # which OpenMP counts for each thread
+    while (item := queue.get()) is not None:
+        future, work = item
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+        del item, future, work  # while it waits, nothing lives on for it
 
 
 class ThreadedEnvs(SingleEnvs):
