@@ -112,6 +112,7 @@ bool surely_plain(PyObject* tensor) {
 }
 
 Sources::Sources(nb::list guards, nb::list leaves) {
+  const TorchFunctionOff off;
   for (nb::handle item : guards) {
     Guard guard{nb::cast<nb::dict>(item[0]), {}, nb::cast<bool>(item[2])};
     for (nb::handle entry : item[1]) guard.entries.push_back({nb::object(entry[0]), nb::object(entry[1])});
@@ -127,9 +128,11 @@ Sources::Sources(nb::list guards, nb::list leaves) {
               0,
               0,
               0,
-              {}};
+              {},
+              false};
     DLTensor t;
     if (describe(leaf.tensor.ptr(), t)) {
+      leaf.lazy = leaf.bytes == 0 && is_lazy(leaf.tensor, t.code);
       leaf.code = t.code;
       leaf.bits = t.bits;
       leaf.place = place_of(t);
@@ -180,7 +183,8 @@ bool Sources::unchanged(Leaf& leaf) {
   const std::byte* address = static_cast<const std::byte*>(t.data) + t.byte_offset;
   // Also at the same address: `p.data = x` may put a lazy view of the same memory there, and a storage that was given
   // back and made smaller may have been given the same place.
-  if (is_lazy(leaf.tensor, t.code) || !holds(leaf.tensor, address, extent(t) * t.bits / 8)) return false;
+  if (is_lazy(leaf.tensor, t.code) != leaf.lazy || !holds(leaf.tensor, address, extent(t) * t.bits / 8)) return false;
+  if (address != leaf.address && leaf.bytes == 0) return false;
   moved_ |= address != leaf.address;
   leaf.address = address;
   return true;

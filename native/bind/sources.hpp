@@ -83,8 +83,8 @@ class Sources {
   Sources(nanobind::list guards, nanobind::list leaves);
 
   // True when every dict still holds the same objects in the same order and every tensor still has the type, place,
-  // dtype, shape and memory order that it was checked with. Addresses may have moved, to memory that holds the tensor:
-  // they are read again, and moved() is true.
+  // dtype, shape and memory order that it was checked with. Addresses of bytes that are copied may have moved, to
+  // memory that holds the tensor: they are read again, and moved() is true.
   bool revalidate();
   bool moved() const { return moved_; }
   // Do bytes that are copied lie in one of these ranges of addresses?
@@ -106,6 +106,7 @@ class Sources {
     std::uint8_t code, bits;
     std::uint32_t first_size, dimensions;  // its shape, in sizes_, and its strides behind it
     Place place;
+    bool lazy;  // of one that is only compared: is it conjugated or negated lazily?
   };
   struct Entry {
     nanobind::object key, value;

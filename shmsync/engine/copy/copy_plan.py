@@ -129,9 +129,7 @@ class CopyPlan:
             return False
         self._reusable = False  # for good, should an interrupt come before an address that has moved is looked at
         sources = self._sources
-        self._reusable = sources.revalidate() and not (
-            sources.moved and (self.in_place or not self.conversions.none or sources.overlaps(self._arena.ranges()))
-        )
+        self._reusable = sources.revalidate() and not (sources.moved and sources.overlaps(self._arena.ranges()))
         return self._reusable
 
     def staged(self) -> list[tuple[int, int]]:

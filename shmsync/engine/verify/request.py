@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import closing
 
 from ... import _native
-from ...errors import NotDelivered
+from ...errors import NotDelivered, WriterBusy
 from ...memory.arena import Arena
 from ...memory.system.process import Peers
 from ..outcome import Outcome, Wording, listed
@@ -43,8 +43,12 @@ class VerifyRequest:
 
     def ask(self, workers: list[int] | None, version: int, deadline: float, check: Callable[[], None]) -> Proof:
         """Ask these workers (None: who is attached now) and wait. `check` raises what else should end the wait."""
-        with _native.ScopedLock([self._turn], deadline, _BUSY, _BUSY):
-            rows, outcome = self._answers(workers, deadline, check)
+        try:
+            with _native.ScopedLock([self._turn], deadline, _BUSY, _BUSY):
+                rows, outcome = self._answers(workers, deadline, check)
+        except WriterBusy as error:
+            error.version = version
+            raise
         manifest, what = self._arena.manifest, f"version {version}"
         found = {name: Verdict.problem(row.found, manifest) for name, row in rows.done.items()}
         wrong = {name: problem for name, problem in found.items() if problem[0]}

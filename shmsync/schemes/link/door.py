@@ -47,7 +47,7 @@ class Door:
         if self._bell in found:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._bell)
-        for connection in map(connection_of, self._listener.admit()):
+        for connection in map(connection_of, self._listener.admit(found)):
             with self._lock:
                 self.senders[connection] = channel = Channel.of(connection)
                 while self._first:

@@ -17,6 +17,7 @@ import select
 import socket
 import time
 import weakref
+from collections.abc import Container
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -69,7 +70,10 @@ def connection_of(proved: socket.socket) -> Connection:
 
 
 class Listener:
-    """Lets in who knows the secret. No method waits. Raises OSError when the system does not let it listen there."""
+    """Lets in who knows the secret. Raises OSError when the system does not let it listen there.
+
+    No method waits, but for 10 ms when a connection has come and no descriptor is free for it.
+    """
 
     def __init__(self, host: str, secret: bytes) -> None:
         self._socket = socket.create_server((host, 0), family=_family(host), backlog=256)
@@ -86,10 +90,14 @@ class Listener:
             poller.register(each, select.POLLIN)
         return bool(self._strangers)
 
-    def admit(self) -> list[socket.socket]:
-        """The new connections whose other ends have proved that they know the secret."""
+    def admit(self, found: Container[int]) -> list[socket.socket]:
+        """The new connections whose other ends have proved that they know the secret.
+
+        `found`: the descriptors that the poll() has found ready.
+        """
         try:
-            while len(self._strangers) < _STRANGERS:  # others wait in the kernel
+            # Others wait in the kernel. Without a connection, accept() may fail for lack of a descriptor too.
+            while self._socket.fileno() in found and len(self._strangers) < _STRANGERS:
                 stranger, _ = self._socket.accept()
                 stranger.setblocking(False)
                 _tune(stranger)

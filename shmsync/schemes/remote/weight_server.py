@@ -131,12 +131,15 @@ class _Service:
                 strangers = self._listener.register(poller)
                 for fd, client in self._clients.items():
                     poller.register(fd, select.POLLIN | (select.POLLOUT if client.to_send else 0))
-                for fd, events in poll(poller, 1000.0 if strangers else -1.0):
+                found = dict(poll(poller, 1000.0 if strangers else -1.0))
+                for fd, events in found.items():
                     if fd == self._woken.fileno():
                         return
                     if fd in self._clients:
                         self._serve(self._clients[fd], events)
-                for connection in self._listener.admit():
+                for connection in self._listener.admit(found):
+                    # A worker that is stopped in the middle of a transfer is not gone.
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
                     self._clients[connection.fileno()] = _Client(connection)
         except Exception:
             _log.exception(

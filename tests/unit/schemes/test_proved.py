@@ -32,12 +32,18 @@ def dial(listener, secret=SECRET):
     return Dial(HOST, listener.port, secret)
 
 
+def admit(listener):
+    poller = select.poll()
+    listener.register(poller)
+    return listener.admit(dict(poller.poll(0)))
+
+
 def connect(listener):
     """Both ends of a new connection: the dialler's, the listener's."""
     made, theirs, ours = dial(listener), [], []
 
     def both():
-        theirs.extend(listener.admit())
+        theirs.extend(admit(listener))
         ours.extend(each for each in [None if ours else made.advance()] if each is not None)
         return ours and theirs
 
@@ -57,7 +63,7 @@ def stranger(listener, *sent):
 
 def until_ended(listener, connection):
     """The listener has closed it, without a word."""
-    until(lambda: listener.admit() or select.select([connection], [], [], 0)[0])
+    until(lambda: admit(listener) or select.select([connection], [], [], 0)[0])
     with contextlib.suppress(ConnectionResetError):  # where something was not read
         assert connection.recv(1) == b""
 
@@ -67,7 +73,7 @@ def test_a_dialler_that_does_not_know_the_secret_gets_none(listener):
     admitted = []
 
     def refused():
-        admitted.extend(listener.admit())
+        admitted.extend(admit(listener))
         try:
             return made.advance() is not None
         except ConnectionRefusedError:
@@ -95,7 +101,7 @@ def test_a_hello_that_was_read_on_the_way_opens_no_second_connection(listener):
     nonce = secrets.token_bytes(NONCE)
     hello = nonce + proof(SECRET, b"dialler", nonce)
     first, admitted = stranger(listener, hello), []
-    until(lambda: admitted.extend(listener.admit()) or admitted)
+    until(lambda: admitted.extend(admit(listener)) or admitted)
     second = stranger(listener, hello)
     until_ended(listener, second)
     for each in (first, second, *admitted):
@@ -113,7 +119,7 @@ def test_a_stranger_is_disconnected(listener, sent, monkeypatch):
 def test_many_strangers_keep_nobody_out_for_long(listener, monkeypatch):
     monkeypatch.setattr(proved, "_PATIENCE", 0.2)
     strangers = [stranger(listener) for _ in range(40)]
-    until(lambda: not listener.admit() and len(listener._strangers) >= 40)
+    until(lambda: not admit(listener) and len(listener._strangers) >= 40)
     strangers += [stranger(listener) for _ in range(40)]
     until_ended(listener, strangers[0])
     for each in connect(listener):
@@ -124,11 +130,11 @@ def test_many_strangers_keep_nobody_out_for_long(listener, monkeypatch):
 
 def test_more_diallers_than_a_listener_takes_at_a_time_wait(listener):
     dials = [dial(listener) for _ in range(proved._STRANGERS + 10)]
-    assert listener.admit() == []  # none has proved anything yet
+    assert admit(listener) == []  # none has proved anything yet
     admitted, connected = [], []
 
     def all_in():
-        admitted.extend(listener.admit())
+        admitted.extend(admit(listener))
         for each in list(dials):
             if (connection := each.advance()) is not None:
                 connected.append(connection)
@@ -153,17 +159,29 @@ def test_without_a_descriptor_nobody_is_refused(listener):
     made, state, theirs = dial(listener), SimpleNamespace(), []
     exhaust(state)
     try:
-        assert listener.admit() == []
+        assert admit(listener) == []
         assert made.advance() is None
         with pytest.raises(OSError, match="open files"):
             dial(listener)
     finally:
         replenish(state)
-    until(lambda: theirs.extend(listener.admit()) or theirs)
+    until(lambda: theirs.extend(admit(listener)) or theirs)
     ours = []
     until(lambda: ours.extend(each for each in [made.advance()] if each) or ours)
     for each in (*ours, *theirs):
         each.close()
+
+
+def test_without_a_descriptor_the_others_are_served_without_a_wait(listener, monkeypatch):
+    state = SimpleNamespace()
+    poller = select.poll()
+    listener.register(poller)
+    monkeypatch.setattr(proved.time, "sleep", lambda _: pytest.fail("no connection has come"))
+    exhaust(state)
+    try:
+        assert listener.admit(dict(poller.poll(0))) == []
+    finally:
+        replenish(state)
 
 
 @pytest.mark.parametrize("closing", ["the dialler", "the listener"])

@@ -77,6 +77,33 @@ def test_the_plan_is_found_again_and_every_value_arrives(publisher, made, form, 
     assert len(made) == (8 if compared else 2)
 
 
+class Converted(nn.Module):
+    """A tensor that is copied as bytes, and two that are gathered or resolved on the way."""
+
+    def __init__(self):
+        super().__init__()
+        self.plain = nn.Parameter(torch.zeros(3, 4))
+        self.register_buffer("gapped", torch.zeros(6, 8)[:, ::2])
+        self.register_buffer("conjugated", torch.zeros(3, dtype=torch.complex64).conj())
+
+
+def test_plain_tensors_that_move_need_no_new_plan_beside_converted_ones(publisher, made):
+    module = Converted()
+    pub = publisher(module)
+    memories = [torch.zeros(3, 4) for _ in range(2)]
+    for number in range(2, 9):
+        module.plain.data = memories[number % 2]
+        fill(module, number)
+        pub.publish()
+        assert all(torch.equal(pub.weights[key], value) for key, value in module.state_dict().items()), number
+    assert len(made) == 1
+    for key in ("gapped", "conjugated"):
+        setattr(module, key, getattr(module, key) + 1)
+        pub.publish()
+        assert torch.equal(pub.weights[key], getattr(module, key)), key
+    assert len(made) == 3
+
+
 def test_no_value_is_kept_alive_by_a_plan(publisher):
     pub = publisher({"t": torch.zeros(4), "strided": torch.zeros(4)})
     for make in (dict, OrderedDict, TensorDict):
