@@ -17,7 +17,7 @@ PUBLISH, BIND, SEND = "unit/write/test_publish", "unit/bind/test_bind", "conform
         ("shmsync/engine/publisher.py", {PUBLISH, SEND, "collectors/test_end"}, set()),
         ("shmsync/collectors/worker/singles.py", {"collectors/test_end"}, {BIND, SEND}),
         ("shmsync/cli/sweeping.py", {"engine/observe/test_observed", "limits/test_identities"}, {SEND}),
-        ("tests/support/remote/ray_parts.py", {"remote/ray/test_ray_modules"}, {PUBLISH, SEND}),
+        ("tests/support/remote/ray_parts.py", {"remote/ray/test_ray_modules", SEND}, {PUBLISH}),
         ("tests/unit/bind/test_bind.py", {BIND}, {"unit/bind/test_bind_calls"}),
         ("tests/unit/conftest.py", {BIND}, {SEND}),
         ("docs/tutorial.md", {"programs/test_guides"}, {BIND}),
