@@ -20,7 +20,7 @@ import shmsync
 from shmsync.engine.verify.request import VerifyRequest
 from support.calls import Call
 from support.faults.interrupts import Interrupt, interrupt_at
-from support.processes import until
+from support.processes import until, until_waits
 from support.weights import fail_half_way, step
 
 NO_HANDLER = ("with ", "try:")  # between the end of such a line and the next one no signal handler runs
@@ -332,3 +332,15 @@ def test_an_interrupt_at_any_line_of_a_proof_leaves_the_next_one_possible():
             if not raised:
                 break
         assert line > 15
+
+
+def test_a_second_call_while_one_waits_is_refused_with_the_version(publisher, subscriber):
+    pub = publisher({"w": torch.zeros(3)}, checksum=True)
+    subscriber(pub, worker=0)  # answers nothing
+    waiting = Call(pub.verify, timeout=2.0)
+    until_waits(waiting, "ask")
+    with pytest.raises(shmsync.WriterBusy, match=r"another call of verify\(\)") as busy:
+        pub.verify(timeout=0.05)
+    assert busy.value.version == 1
+    with pytest.raises(shmsync.AckTimeout):
+        waiting.result()
