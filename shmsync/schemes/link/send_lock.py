@@ -6,6 +6,7 @@ gives back what was taken, wherever an interrupt lands. Threads get a lock in th
 
 from __future__ import annotations
 
+import functools
 from contextlib import suppress
 from typing import Any
 
@@ -29,9 +30,13 @@ def hold_all(send_locks: list[SendLock], deadline: float, call: str) -> _native.
     All threads take them in one order. Raises WriterBusy at the monotonic time `deadline`, and at once where the
     same thread has one of them already: in a signal handler, or in a hook of a send that sends.
     """
-    return _native.ScopedLock(
-        [each.lock for each in send_locks],
-        deadline,
+    return _native.ScopedLock([each.lock for each in send_locks], deadline, *_busy(call))
+
+
+@functools.cache  # each send would compose them, for an error that hardly ever comes
+def _busy(call: str) -> tuple[str, str]:
+    """What WriterBusy says of this call inside a send of its own thread, and where another thread was sending."""
+    return (
         f"{call}() from inside a send of the same thread (a signal handler, or a hook that sends); nothing was sent. "
         "Let that send end first",
         f"another thread was sending this model all the time that {call}() had; nothing was sent. Give it more with "
