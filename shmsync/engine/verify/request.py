@@ -47,7 +47,8 @@ class VerifyRequest:
             with _native.ScopedLock([self._turn], deadline, _BUSY, _BUSY):
                 rows, outcome = self._answers(workers, deadline, check)
         except WriterBusy as error:
-            error.version = version
+            if error.version is None:  # of the lock; what `check` raises says it itself
+                error.version = version
             raise
         manifest, what = self._arena.manifest, f"version {version}"
         found = {name: Verdict.problem(row.found, manifest) for name, row in rows.done.items()}
