@@ -1,9 +1,10 @@
 """`shmsync doctor`: each check sees what is wrong, says what to do about it, and tells scripts by its exit status."""
 
+from __future__ import annotations
+
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,35 +13,22 @@ from shmsync.cli import doctor
 from shmsync.cli.doctor import Level
 
 
-def test_every_finding_that_is_not_fine_has_a_cure():
-    found = doctor.examine()
-    checks = {"system", "shm", "memory", "memfd", "workers", "descriptors", "cuda"}
-    assert {finding.check for finding in found} >= checks
-    assert [finding for finding in found if finding.level in (Level.WARNING, Level.FAILURE) and not finding.cure] == []
-
-
 def test_this_machine_runs_the_tests_so_nothing_fails_here(capsys):
-    assert cli.main(["doctor"]) == 0
-    text = capsys.readouterr().out
-    assert "workers: a worker can open the memory of its trainer" in text
-    assert text.splitlines()[-1].startswith("0 failures")
     assert cli.main(["doctor", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["status"] == 0
-    assert {"check", "level", "text", "cure"} == set(told["findings"][0])
+    findings = {each["check"]: each for each in told["findings"]}
+    assert {"system", "shm", "memory", "memfd", "workers", "descriptors", "cuda"} <= set(findings)
+    assert [each for each in findings.values() if each["level"] in ("warning", "failure") and not each["cure"]] == []
 
 
 FULL, SMALL = (f"mount -t tmpfs -o size={size} none /dev/shm" for size in ("512k", "2m"))
-READ_ONLY = "mount -t tmpfs none /dev/shm && mount -o remount,ro /dev/shm"
 # Flags of unshare, what is done there and the arguments; the status, and the check with its level, text and cure. In a
 # pid namespace without its own /proc, the pids that a process knows are not those that /proc shows.
 ELSEWHERE = {
     "a full /dev/shm": (["-Urm"], FULL, [], 1, ("shm", "failure", "512.0 KiB of 512.0 KiB free", "--shm-size")),
-    "a small /dev/shm": (["-Urm"], SMALL, [], 0, ("shm", "warning", "", "")),
     "a small /dev/shm, for the strict": (["-Urm"], SMALL, ["--strict"], 1, ("shm", "warning", "", "")),
-    "a read-only /dev/shm": (["-Urm"], READ_ONLY, [], 1, ("shm", "failure", "", "")),
     "a /proc of other processes": (["-Urmp", "--fork"], "true", [], 1, ("workers", "failure", "", "hidepid")),
-    "few descriptors": (["-Ur"], "ulimit -n 128", ["--strict"], 1, ("descriptors", "warning", "", "ulimit -n")),
 }
 
 
@@ -69,39 +57,3 @@ def test_a_cgroup_that_leaves_little(tmp_path):
     assert "100.0 MiB can be used" in found.text
     (folder / "memory.max").write_text("max\n")
     assert doctor.memory(tmp_path).level is Level.OK
-
-
-@pytest.mark.parametrize(
-    ("shown", "level"),
-    [("always [never] within_size", Level.NOTE), ("always [within_size] never", Level.OK), (None, Level.NOTE)],
-)
-def test_huge_pages(tmp_path, shown, level):
-    path = tmp_path / "sys/kernel/mm/transparent_hugepage/shmem_enabled"
-    path.parent.mkdir(parents=True)
-    if shown:
-        path.write_text(shown + "\n")
-    assert doctor.huge_pages(tmp_path).level is level
-
-
-def test_numa_containers_and_gpus(tmp_path):
-    for check in (doctor.numa, doctor.containers, doctor.cuda):
-        assert check(tmp_path).level is Level.OK
-    for name in ("sys/devices/system/node/node0", "sys/devices/system/node/node1", "dev"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "dev/nvidia0").touch()
-    (tmp_path / ".dockerenv").touch()
-    for check in (doctor.numa, doctor.containers, doctor.cuda):
-        found = check(tmp_path)
-        assert (found.level, bool(found.cure)) == (Level.NOTE, True)
-
-
-@pytest.mark.skipif(
-    Path("/dev/nvidia0").exists(), reason="on a machine with a GPU doctor asks CUDA whether arenas can lie on it"
-)
-def test_it_imports_nothing_of_cuda():
-    program = (
-        "import sys; from shmsync import cli; before = set(sys.modules); cli.main(['doctor']); "
-        "print([m for m in set(sys.modules) - before if 'cuda' in m.lower() or 'pynvml' in m or 'cupy' in m])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
-    assert done.stdout.splitlines()[-1] == "[]"
