@@ -8,7 +8,7 @@ SOURCES := $(shell find shmsync native/include native/src native/bind native/CMa
 # Compiled tests are kept, whatever the environment says: else each process of a test run compiles them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: fuzz demo quick planted-faults test test-device storm-device test-pairs test-rest test-all test-gpu test-failpoints zoo storm soak test-torchrl-0.13 test-upstream lint types native-test sanitize model litmus bench wheel docs clean
+.PHONY: fuzz demo planted-faults test test-device storm-device test-pairs test-rest test-all test-gpu test-failpoints zoo storm soak test-torchrl-0.13 test-upstream lint types native-test sanitize model litmus bench wheel docs clean
 
 demo: $(STAMP)
 	$(BIN)/shmsync demo $(ARGS)
@@ -27,22 +27,6 @@ TESTS := $(shell $(PYTHON) tests/support/changed.py $(CHANGED))
 endif
 test: $(STAMP)
 	@$(if $(strip $(TESTS)),,echo "no test reaches what has changed"; exit 0;) $(PYTEST) -n $(JOBS) --choice covering $(addprefix $(abspath .)/,$(TESTS)) $(ARGS)
-
-# The shape of the project, the public names, what calls cost, and tests of each promise of docs/guarantees.md: over
-# pipes to workers of a fork server, where a test is for all schemes and start methods.
-QUICK := $(addprefix unit/,$(addprefix project/test_,layers.py docstrings.py project.py choice.py changed.py arguments.py) \
-    $(addprefix write/test_,publish.py publish_wait.py update.py carry.py linear_work.py) \
-    $(addprefix read/test_,subscribe.py sections.py consistency.py) bind/test_bind.py bind/test_verify.py adopt/test_adopt.py \
-    source/test_weights.py schemes/test_calls_of_a_send.py) \
-  $(addprefix engine/,versions/test_never_torn.py versions/test_mapping.py faults/test_isolation.py \
-    $(addprefix death/test_,reader_death.py writer_death.py stopped.py leftovers.py::test_what_is_proven_dead_is_swept)) \
-  $(addprefix conformance/,$(addprefix sends/test_,send.py refused.py partial.py) trouble/test_death.py) \
-  $(addprefix zoo/test_zoo.py::test_a_bound_module_computes_what_the_trainers_does,[policy] [recurrent] [normalised]) \
-  $(addprefix programs/test_,quickstart.py docs.py)
-OTHER_CREWS := spawn- -spawn fork- -fork- -fork] ray- -ray rpc distributed socket
-quick: $(STAMP)
-	$(PYTEST) -n $(JOBS) --choice covering $(abspath $(addprefix tests/,$(QUICK))) \
-	  -k "not ($(subst $() , or ,$(OTHER_CREWS)))" $(ARGS)
 
 # A set of faults, each planted in a copy: do tests find it? ARGS="engine/write" takes some (tools/planted_faults.py).
 planted-faults: $(STAMP)
