@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PLACE = ROOT / "build" / "matrix"
 BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
-NEEDED = ["numpy", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis"]
+NEEDED = ["numpy", "pytest", "pytest-timeout", "pytest-xdist"]
 VERSIONS = (
     "import platform, torch, tensordict; print(platform.python_version(), torch.__version__, tensordict.__version__)"
 )

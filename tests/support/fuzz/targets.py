@@ -9,35 +9,20 @@ import contextlib
 import fcntl
 import json
 import os
-import pickle
 import socket
-import time
-from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.distributed import HashStore
 
 import shmsync
 from shmsync import _native
-from shmsync.engine.outcome import Failure
 from shmsync.memory import inspection as observed
 from shmsync.memory.control import segment
-from shmsync.memory.control.segment import Handle
 from shmsync.memory.manifest import Manifest
 from shmsync.memory.system.process import Peers
-from shmsync.schemes.link.connection import Channel
-from shmsync.schemes.link.messages import Tag, Tagged
-from shmsync.schemes.link.worker_end import WorkerEnd
-from shmsync.schemes.remote.distributed.rank_address import read_address, write_address
-from shmsync.schemes.remote.distributed.rank_messages import RankAnswer, RankMessage, RelayEnd, wrong_with
-from shmsync.schemes.remote.location import Address, here
-from shmsync.schemes.remote.packed_weights import Label, Packer, unpack
 from support.faults.forged import FIELDS, identity, packed
 from support.fuzz.mutating import Mutator
 from support.processes import segment_path
-from support.weights import tensors
 
 CORPUS = Path(__file__).parents[2] / "fuzz" / "corpus"
 ROOM = 1 << 20  # bytes of a slot
@@ -46,10 +31,8 @@ ROOM = 1 << 20  # bytes of a slot
 class Target:
     """One thing that reads what others wrote."""
 
-    plain = False  # draws only what JSON has
-
     def __init__(self, seed: int) -> None:
-        self.draw = Mutator(seed, plain=self.plain)
+        self.draw = Mutator(seed)
         self.accepted = self.refused = 0
 
     def once(self) -> None:
@@ -70,8 +53,6 @@ class Target:
 
 class ManifestBytes(Target):
     """The JSON of a manifest, changed as a value and as bytes."""
-
-    plain = True
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -188,128 +169,4 @@ class PipeFrames(Target):
             end.close()
 
 
-class PipeMessages(Target):
-    """Messages for a worker and answers for a sender that are nearly right."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self._ends = Pipe()
-        self._channel = Channel.of(self._ends[0])
-        self._worker = WorkerEnd.of(self._channel)
-        tag = Tag("policy", 3)
-        failure = Failure(tag, pickle.dumps(ValueError("no")), "no", "trace")
-        self._seeds: list[Any] = [
-            (("policy", {"w": 1.0}), "update_weights"),
-            (("policy", 3), "update_weights"),
-            (("policy", Handle("name", bytes(16))), "register_shared_weights"),
-            (((("policy", "value"), (1, 3, 5.0))), "prepare_weights"),
-            (((("policy",), (1, 3, 5.0))), "resume"),
-            (("policy", {"w": ((1,), "float32", 5)}), "verify_weights"),
-            (None, "updated"), (None, "registered"), (None, "prepared"), (failure, "failed"),
-            (("policy", 3), "updated"),
-            (("policy", ("policy",)), "no receiver"),
-        ]  # fmt: skip
-
-    def attempt(self) -> None:
-        random = self.draw.random
-        message: Any = self.draw.of_value(random.choice(self._seeds))
-        if isinstance(message, tuple) and random.random() < 0.5:
-            message = Tagged(message, self.draw.of_value(Tag("policy", 3)), self.draw.of_value(7))
-        payload = pickle.dumps(message)
-        if random.random() < 0.1:
-            payload = payload[: random.randrange(len(payload))]
-        self._ends[1].send_bytes(payload)
-        try:
-            self._worker.next(lambda each: True, time.monotonic())
-        finally:
-            self._channel.take_pending()
-            while self._ends[1].poll():
-                self._ends[1].recv_bytes()
-
-    def close(self) -> None:
-        for end in self._ends:
-            end.close()
-
-
-class PackedParts(Target):
-    """The label and the buffers of packed weights, as they come over Ray, RPC and torch.distributed."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self._packed = []
-        for pieces in (None, 64):
-            packer = Packer(pieces)
-            for weights in ({"a": torch.ones(16), "b": torch.zeros(2, 3)}, {"n": {"t": torch.arange(100.0)}}):
-                self._packed.append(packer.pack(weights, "policy", 1))
-
-    def attempt(self) -> None:
-        random = self.draw.random
-        packed_weights = random.choice(self._packed)
-        label, pieces = packed_weights.label, [piece.numpy().copy() for piece in packed_weights.pieces]
-        if random.random() < 0.6:
-            document = self.draw.of_value(json.loads(label.manifest))
-            with contextlib.suppress(TypeError):
-                label = label._replace(manifest=json.dumps(document).encode())
-        if random.random() < 0.4:
-            changed = self.draw.of_value((label.kind, label.starts))
-            if isinstance(changed, tuple) and len(changed) == 2:
-                label = label._replace(kind=changed[0], starts=changed[1])
-        if random.random() < 0.4:
-            at = random.randrange(len(pieces))
-            pieces[at] = pieces[at][: random.randrange(len(pieces[at]) + 1)]
-        if random.random() < 0.1:
-            del pieces[random.randrange(len(pieces))]
-        came = sum(piece.nbytes for piece in pieces)
-        weights = unpack(Label(*label), *pieces)
-        used = {}
-        for leaf in tensors(weights):
-            storage = leaf.untyped_storage()
-            used[storage.data_ptr()] = storage.nbytes()
-            leaf.sum()
-        assert sum(used.values()) <= came, "there is more memory than came"
-
-
-class RankAddresses(Target):
-    """What a rank's key holds in the store of torch.distributed, and what the connection to it brings."""
-
-    plain = True
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self._store = HashStore()
-        write_address(self._store, 1, Address("127.0.0.1", 5, bytes(32), here()))
-        self._seed = bytes(self._store.get("NODE_1_address"))
-        self._messages = [
-            RankMessage(1, "bytes", b"label", 0, 64, None, False),
-            RankAnswer(1, "updated", None),
-            RelayEnd("session", True),
-        ]
-
-    def attempt(self) -> None:
-        random = self.draw.random
-        if random.random() < 0.5:
-            data = self._seed
-            json_too = random.random() < 0.7
-            data = json.dumps(self.draw.of_value(json.loads(data))).encode() if json_too else self.draw.of_bytes(data)
-            self._store.set("NODE_1_address", data)
-            address = read_address(self._store, 1)
-            assert address is not None
-            socket.getaddrinfo(address.host, address.port, flags=socket.AI_NUMERICHOST)
-            return
-        message = random.choice(self._messages)
-        changed = self.draw.of_value(list(message))
-        if isinstance(changed, list) and len(changed) == len(message):
-            changed = type(message)(*changed)
-        if wrong_with(changed):
-            raise shmsync.ProtocolError("no message")
-        assert [type(a) for a in changed][:2] == [type(a) for a in message][:2] or changed[0] is None
-
-
-TARGETS = {
-    "manifest": ManifestBytes,
-    "segment": SegmentHeader,
-    "frames": PipeFrames,
-    "messages": PipeMessages,
-    "packed-weights": PackedParts,
-    "ranks": RankAddresses,
-}
+TARGETS = {"manifest": ManifestBytes, "segment": SegmentHeader, "frames": PipeFrames}
