@@ -207,13 +207,13 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         module: M,
         *,
         guard: GuardNames = True,
-        buffers: Literal["copy", "view"] = "copy",
         clone_outputs: bool = True,
     ) -> M:
         """Make the module's parameters views of the arena, which move with the version, and return the module.
 
-        Its Parameter objects keep their identity. With the next version a buffer that was replaced is put back, and a
-        parameter that was replaced is ManifestMismatch. Bind one module to several arenas if each has other tensors of
+        Its Parameter objects keep their identity. Its buffers are private copies, refreshed with each version, so that
+        forward passes may write them. With the next version a buffer that was replaced is put back, and a parameter
+        that was replaced is ManifestMismatch. Bind one module to several arenas if each has other tensors of
         it; its calls are sections of all.
 
         Args:
@@ -221,8 +221,6 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
                 submodule, hooks included, and each public method that its own classes define (not those of torch). A
                 list names methods and submodules, as in ["act", "actor.net"]. False: none; use the module inside
                 `with sub.read():`.
-            buffers: "copy": private copies, refreshed with each version, so that forward passes may write them;
-                "view": zero-copy and read-only.
             clone_outputs: outputs of a guarded call that are views of the weights are cloned, so that they do not
                 change with the next version.
 
@@ -238,7 +236,7 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         """
         reader = self._reader
         reader.check_open()
-        return bind(reader, module, guard, ModuleCheck(reader.arena, self.name, buffers=buffers), clones=clone_outputs)
+        return bind(reader, module, guard, ModuleCheck(reader.arena, self.name), clones=clone_outputs)
 
     @overload
     def run(self, fn: Callable[..., T], /, *args: Any, with_version: Literal[False] = ..., **kwargs: Any) -> T: ...

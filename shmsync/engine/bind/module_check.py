@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal
 
 import torch
 from torch import nn
@@ -27,25 +26,19 @@ class ModuleCheck:
 
     Args:
         arena, name: what they are bound to.
-        buffers: "copy": private copies that are refreshed with each version; "view": zero-copy and read-only.
-        copies: parameters become private copies too, on the device they are on.
+        copies: parameters become private copies too, as buffers are, on the device they are on.
         absent: leaves of the arena that are no tensors of the module.
     """
 
     arena: Arena
     name: str
     _: KW_ONLY
-    buffers: Literal["copy", "view"] = "copy"
     copies: bool = False
     absent: Collection[Key] = ()
     # Keys of the module to leaves, which differ by the prefixes of wrappers.
     _spelled: dict[Key, Key] = field(default_factory=dict, init=False)
     # A leaf that has another name too, and the id of its tensor.
     _second: dict[Key, tuple[Key, int]] = field(default_factory=dict, init=False)
-
-    def __post_init__(self) -> None:
-        if self.buffers not in ("copy", "view"):
-            raise ValueError(f'buffers is "copy" or "view", not {self.buffers!r}')
 
     @property
     def beside(self) -> frozenset[Key]:
@@ -54,7 +47,7 @@ class ModuleCheck:
 
     def viewed(self, tensor: torch.Tensor) -> bool:
         """Does this tensor show the arena's memory? Else it is a private copy."""
-        return not self.copies and (isinstance(tensor, nn.Parameter) or self.buffers == "view")
+        return not self.copies and isinstance(tensor, nn.Parameter)
 
     def tensors(self, module: nn.Module) -> dict[Key, torch.Tensor]:
         """The tensors that the arena has values for, by key. Raises ManifestMismatch when the module does not fit."""

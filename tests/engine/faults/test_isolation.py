@@ -9,8 +9,8 @@ import torch
 
 import shmsync
 from support.faults.damage import break_in, fill_weights, unprotect, write_bound_parameter
-from support.jobs.engine import attach, bind, detach, forward, look, output, read_digest, refresh, wait_version
-from support.weights import Net, Scaled, bytes_of, stamp, stamped
+from support.jobs.engine import attach, bind, detach, look, read_digest, refresh, wait_version
+from support.weights import Net, bytes_of, stamp, stamped
 from support.worker import Gone
 
 
@@ -150,18 +150,3 @@ def test_worker_cannot_make_its_weights_writable_or_shorter(pair):
         assert other.call(read_digest) == vandal.call(read_digest) == bytes_of(pub.weights) == before
         pub.publish(stamped(2))
         assert other.call(look) == vandal.call(look) == (2, 2, 2)
-
-
-def test_output_that_is_a_viewed_buffer_does_not_change_with_it(pair):
-    """unit/bind/test_output_containers.py has all other outputs, over copied buffers."""
-    worker = pair[0]
-    with shmsync.Publisher(Scaled(1.0)) as pub:
-        worker.call(attach, pub.handle)
-        worker.call(bind, Scaled, 0, buffers="view")
-        for value in (1.0, 2.0):
-            pub.publish(Scaled(value))
-            expected = {"out": [[0.0, 0.0], [[[value, value], [value, value]]]], "shift": [value] * 4}
-            assert worker.call(forward, "nested") == expected
-            pub.publish(Scaled(-1.0))
-            worker.call(refresh)
-            assert worker.call(output) == expected

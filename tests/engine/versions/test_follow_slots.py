@@ -16,7 +16,7 @@ def test_a_bound_module_shows_every_slot_of_the_new_arena(name, before, after):
     def shown(module, sub):
         with torch.no_grad():
             sub.refresh()
-            return float(module("tensor")[0]), float(module.shift[0])
+            return float(module()[0]), float(module.shift[0])
 
     with shmsync.Publisher(Scaled(1), name=name, slots=before) as pub:
         sub = shmsync.Subscriber(name, follow=True)

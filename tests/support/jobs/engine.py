@@ -6,8 +6,6 @@ import os
 import tempfile
 import time
 
-import torch
-
 import shmsync
 from shmsync.engine.arena_writer import ArenaWriter
 from shmsync.engine.bind import install_guards
@@ -233,23 +231,3 @@ def read_until_torn(state):
 
 def bind(state, factory, *args, train=True, **kwargs):
     state.module = state.sub.bind(factory(*args), **kwargs).train(train)
-
-
-def forward(state, *args):
-    """Run the bound module and keep its output."""
-    with torch.no_grad():
-        state.out = state.module(*[torch.tensor(a) if isinstance(a, list) else a for a in args])
-    return output(state)
-
-
-def output(state):
-    """The output kept by forward(), as plain lists."""
-
-    def plain(value):
-        if isinstance(value, torch.Tensor):
-            return value.tolist()
-        if isinstance(value, dict):
-            return {key: plain(inner) for key, inner in value.items()}
-        return [plain(inner) for inner in value]
-
-    return plain(state.out)

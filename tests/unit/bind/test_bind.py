@@ -43,12 +43,6 @@ def test_buffers_are_private_and_refreshed_with_each_version(bound):
     assert sub.weights["running_mean"].data_ptr() != worker.running_mean.data_ptr()
 
 
-@torch.no_grad()
-def test_buffers_can_be_views(bound):
-    _, worker, _, sub = bound(lambda: nn.BatchNorm1d(3), buffers="view")
-    assert worker.running_mean.data_ptr() == sub.weights["running_mean"].data_ptr()
-
-
 def test_gradients_are_warned_about_once_and_right_inside_one_section(bound):
     _, worker, _, sub = bound(lambda: nn.Linear(4, 2))
     with pytest.warns(UserWarning, match="backward"):
