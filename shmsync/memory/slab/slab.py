@@ -16,7 +16,7 @@ from ... import _native
 from ...errors import ArenaCorrupt, ArenaNotFound, NoSpace, WriterDied
 from ..system.calls import close
 from ..system.process import Peer, pid_of
-from . import memfd, placement
+from . import memfd
 from .available import refuse_too_large
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def create(slots: int, slot_bytes: int, session: bytes, name: str) -> Slab:
     with ExitStack() as undo:
         undo.callback(file.close)
         try:
-            placement.allocate(fd, needed)
+            os.posix_fallocate(fd, 0, needed)
         except OSError as error:
             raise NoSpace(
                 f"the system refused {needed:,} bytes for the slab, though {available:,} seemed available: "
