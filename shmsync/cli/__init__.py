@@ -1,4 +1,4 @@
-"""The command line: `shmsync list`, `inspect`, `top`, `doctor`, `export`, `publish`, `gc`, `completion`, `demo`.
+"""The command line: `shmsync list`, `inspect`, `top`, `doctor`, `export`, `publish`, `gc`, `demo`.
 
 program.py has them all. What they show of an arena comes from memory/inspection.py.
 All but `export`, `publish` and `demo` do without torch; tests/programs/test_light_imports.py lists what they import.

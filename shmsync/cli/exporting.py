@@ -20,7 +20,6 @@ from ..memory.inspection import ties
 from ..memory.manifest import Manifest
 from ..memory.slab.available import refuse_too_large
 from ..memory.strides import contiguous
-from .completion import complete_names
 from .inspecting import find
 from .output import Commands, command, seconds, size
 
@@ -39,7 +38,7 @@ def add(commands: Commands) -> None:
     made = command(
         commands, "export", "write a consistent checkpoint of a live arena (needs shmsync[safetensors])", _EXAMPLES
     )
-    complete_names(made.add_argument("name", metavar="NAME", help="the arena's name, as `shmsync list` shows it"))
+    made.add_argument("name", metavar="NAME", help="the arena's name, as `shmsync list` shows it")
     made.add_argument("file", metavar="FILE", help="the safetensors file to make")
     made.add_argument("--force", action="store_true", help="replace the file if there is one")
     made.add_argument(

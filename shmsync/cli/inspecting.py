@@ -11,7 +11,6 @@ from typing import Any
 from ..errors import ShmSyncError
 from ..memory.inspection import ArenaSeen, SlotSeen, command_of, manifest_of, ties
 from ..memory.manifest import Leaf, Manifest, tree
-from .completion import complete_names
 from .listing import as_dict
 from .measures import look_twice, not_found
 from .output import Commands, Page, command, duration, per_second, seconds, size
@@ -30,7 +29,7 @@ _HEAD = ("WORKER", "PID", "IS", "ACKED", "LAG", "PINNED", "FOR", "READS", "TORN"
 def add(commands: Commands) -> None:
     """Add the command."""
     made = command(commands, "inspect", "weights, slots and readers of one arena", _EXAMPLES)
-    complete_names(made.add_argument("name", metavar="NAME", help="the arena's name, as `shmsync list` shows it"))
+    made.add_argument("name", metavar="NAME", help="the arena's name, as `shmsync list` shows it")
     made.add_argument("--json", action="store_true", help="for programs; times in seconds, sizes in bytes")
     made.add_argument("--depth", type=int, default=math.inf, metavar="N", help="show so many levels of the weights")
     made.add_argument(

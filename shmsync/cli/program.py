@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import ShmSyncError
-from . import completion, doctor, exporting, inspecting, listing, publishing, sweeping
+from . import doctor, exporting, inspecting, listing, publishing, sweeping
 from .top import top
 
 _EXAMPLES = """examples:
@@ -29,7 +29,6 @@ still or be dead, and notice nothing.
 
 # What brings the packages that a command needs.
 _EXTRAS = {
-    "completion": "shmsync[completion]",
     "demo": "shmsync[demo]",
     "export": "shmsync[safetensors]",
     "publish": "shmsync[safetensors]",
@@ -46,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--version", action=_Version, nargs=0, help="show the version")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (listing, inspecting, top, doctor, exporting, publishing, sweeping, completion):
+    for command in (listing, inspecting, top, doctor, exporting, publishing, sweeping):
         command.add(commands)
     commands.add_parser("demo", help="train CartPole with asynchronous actors (needs shmsync[demo])", add_help=False)
     return made
@@ -55,7 +54,6 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command (None: that of sys.argv); returns the exit status."""
     whole = parser()
-    completion.complete(whole)
     arguments, rest = whole.parse_known_args(argv)
     if rest and arguments.command != "demo":
         whole.error(f"unrecognised arguments: {' '.join(rest)}")

@@ -254,8 +254,8 @@ def run_without(package, *command):
 
 @pytest.mark.parametrize(
     ("package", "command", "extra"),
-    [("rich", ["top"], "top"), ("rich", ["demo"], "demo"), ("argcomplete", ["completion", "zsh"], "completion")],
-    ids=["top", "demo", "completion"],
+    [("rich", ["top"], "top"), ("rich", ["demo"], "demo")],
+    ids=["top", "demo"],
 )
 def test_a_missing_package_is_one_line_that_names_its_extra(package, command, extra):
     status, (line,) = run_without(package, *command)

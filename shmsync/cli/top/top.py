@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 
-from ..completion import complete_names
 from ..measures import described, holders, not_found, slowest
 from ..output import Commands, Page, command, duration, per_second, seconds
 from .figures import ARENA_SORTS, READER_SORTS, History, most_lag
@@ -37,7 +36,7 @@ def add(commands: Commands) -> None:
     """Add the command."""
     made = command(commands, "top", "watch arenas and their readers (on a terminal: needs shmsync[top])", _EXAMPLES)
     made.description = f"{made.description} {_KEYS}."
-    complete_names(made.add_argument("name", nargs="?", metavar="NAME", help="one arena, with its readers"))
+    made.add_argument("name", nargs="?", metavar="NAME", help="one arena, with its readers")
     made.add_argument("--interval", type=seconds(0.05), default=1.0, metavar="S", help="seconds between two looks (1)")
     made.add_argument("--count", type=_count, metavar="N", help="end after so many looks")
     made.add_argument(

@@ -261,7 +261,7 @@ def run(*arguments, **environment):
 
 
 def test_every_command_shows_examples(capsys):
-    for command in ([], ["list"], ["inspect"], ["gc"], ["completion"]):
+    for command in ([], ["list"], ["inspect"], ["gc"]):
         with pytest.raises(SystemExit) as ended:
             cli.main([*command, "--help"])
         assert ended.value.code == 0
@@ -270,49 +270,14 @@ def test_every_command_shows_examples(capsys):
 
 def test_a_reader_that_goes_away_ends_it_quietly():
     done = subprocess.run(
-        f"{' '.join(PYTHON)} completion bash | true", shell=True, capture_output=True, text=True, check=False, cwd="/"
+        f"{' '.join(PYTHON)} list --json --interval 0 | true",
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd="/",
     )
     assert done.stderr == ""
-
-
-@pytest.fixture
-def completed(said, tmp_path):
-    """completed("insp") -> what bash makes of a press of Tab there: the words, as its own function finds them."""
-    pytest.importorskip("argcomplete", reason="completion needs shmsync[completion]")
-    script = tmp_path / "completion"
-    script.write_text(said("completion", "bash"))
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-
-    def complete(typed):
-        typed = f"shmsync {typed}"
-        line = f"""
-            . {script}
-            COMP_LINE='{typed}' COMP_POINT={len(typed)} COMP_TYPE=9
-            $(complete -p shmsync | grep -o -- '-F [^ ]*' | cut -c4-) shmsync
-            echo "${{COMPREPLY[@]}}"
-        """
-        done = subprocess.run(
-            ["bash", "-c", line], capture_output=True, text=True, check=True, cwd="/", env=os.environ | {"PATH": path}
-        )
-        assert done.stderr == ""
-        return done.stdout.split()
-
-    return complete
-
-
-def test_bash_completes_commands_options_and_names(completed):
-    with shmsync.Publisher(stamped(1)) as pub:
-        assert completed("ins") == ["inspect"]
-        for command in ("inspect", "top", "export"):
-            assert completed(f"{command} {pub.name[:-3]}") == [pub.name]
-        assert completed("gc --d") == ["--dry-run"]
-        assert completed("completion z") == ["zsh"]
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_each_shell_gets_a_script(said, shell):
-    pytest.importorskip("argcomplete", reason="completion needs shmsync[completion]")
-    assert "shmsync" in said("completion", shell)
 
 
 def test_an_observer_in_python_sees_what_readers_says(attached):
