@@ -213,7 +213,6 @@ void bind_reader(nb::module_& m) {
   m.def(
       "tell_of_compiling", [](nb::object callback) { g_compiling = callback.release(); }, "callback"_a,
       "A function whose answer is None while Dynamo compiles no frame that begins.");
-  m.def("sleeps", &futex_sleeps, "How many times the calling thread has gone to sleep for a word of shared memory.");
 
   nb::class_<Section>(
       m, "ReadSection",
@@ -339,10 +338,10 @@ void bind_reader(nb::module_& m) {
           "timeout_ns"_a)
       .def(
           "wait_version_slice",
-          [](const Reader& r, std::uint64_t version, std::int64_t timeout_ns, std::int64_t spin_ns) {
-            return r.wait_version(version, timeout_ns, spin_ns);
+          [](const Reader& r, std::uint64_t version, std::int64_t timeout_ns) {
+            return r.wait_version(version, timeout_ns);
           },
-          "version"_a, "timeout_ns"_a, "spin_ns"_a = 0)
+          "version"_a, "timeout_ns"_a)
       .def("check_open", &Reader::check, "Raise if it is closed, or the parent's after a fork.")
       .def("count_retry", [](Reader& r) { r.side->count_retry(); })
       .def(

@@ -242,11 +242,11 @@ class Reader {
   }
 
   // Waits without the lock, so another thread may move to another arena meanwhile: this keeps the one of now.
-  bool wait_version(std::uint64_t version, std::int64_t timeout_ns, std::int64_t spin_ns) const {
+  bool wait_version(std::uint64_t version, std::int64_t timeout_ns) const {
     const nb::object keep = control_;
     ReadSide here = *side;
     const WithoutGil released;
-    return here.wait_version(version, Nanoseconds(timeout_ns), Nanoseconds(spin_ns));
+    return here.wait_version(version, Nanoseconds(timeout_ns));
   }
 
   // Does the calling thread have a section open, or is it just entering one?

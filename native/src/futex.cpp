@@ -18,17 +18,12 @@ long futex(const Word32& word, int op, std::uint32_t value, const timespec* time
   return syscall(SYS_futex, reinterpret_cast<const std::uint32_t*>(&word), op, value, timeout, nullptr, 0);
 }
 
-thread_local std::uint64_t g_sleeps = 0;
-
 }  // namespace
-
-std::uint64_t futex_sleeps() { return g_sleeps; }
 
 void futex_wait(const Word32& word, std::uint32_t expected, Nanoseconds timeout) {
   timeout = std::clamp(timeout, Nanoseconds(0), kSlice);
   const timespec ts{0, static_cast<long>(timeout.count())};
   static_assert(kSlice < std::chrono::seconds(1), "tv_sec is always 0");
-  ++g_sleeps;
   futex(word, FUTEX_WAIT, expected, &ts);  // EAGAIN, EINTR, ETIMEDOUT: the caller looks again anyway
 }
 

@@ -5,7 +5,6 @@
 #include "shmsync/device_reads.hpp"
 #include "shmsync/failpoints.hpp"
 #include "shmsync/seqlock.hpp"
-#include "shmsync/spin.hpp"
 
 namespace shmsync {
 namespace {
@@ -194,11 +193,9 @@ bool ReadSide::wait(Nanoseconds timeout) {
   return notify() != seen_notify_;
 }
 
-bool ReadSide::wait_version(std::uint64_t version, Nanoseconds timeout, Nanoseconds spin) {
+bool ReadSide::wait_version(std::uint64_t version, Nanoseconds timeout) {
   timeout = std::min(timeout, kSlice);
   const std::uint64_t start = monotonic_ns();
-  const auto over = [&] { return latest() >= version || state() == State::closed; };
-  if (spin > Nanoseconds(0) && spin_until(over, std::min(spin, timeout))) return latest() >= version;
   for (;;) {
     const std::uint32_t seen = notify();
     if (latest() >= version) return true;

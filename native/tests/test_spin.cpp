@@ -1,5 +1,3 @@
-#include <thread>
-
 #include "fixture.hpp"
 #include "shmsync/spin.hpp"
 
@@ -36,29 +34,4 @@ int main() {
   const auto start = monotonic_ns();
   CHECK(!spin_until([] { return false; }, microseconds(300)));
   CHECK(monotonic_ns() - start >= 300'000);
-
-  // A version that comes meanwhile is seen without sleeping; one that does not is slept for.
-  test::Memory memory(2, 1);
-  PublicationWriter writer = memory.writer();
-  ReadSide reader = memory.reader();
-  test::publish(writer);
-  const auto before = futex_sleeps();
-  CHECK(reader.wait_version(1, kSlice, Nanoseconds(0)));
-  std::atomic<bool> waits{false};
-  std::thread publisher([&] {
-    while (!waits) relax_processor();
-    test::publish(writer);
-  });
-  waits = true;
-  while (!reader.wait_version(2, kSlice, kSlice)) {
-  }
-  publisher.join();
-  CHECK(futex_sleeps() == before);
-  CHECK(!reader.wait_version(3, microseconds(500), microseconds(100)));
-  CHECK(futex_sleeps() > before);
-  const auto slept = futex_sleeps();
-  CHECK(!reader.wait_version(3, microseconds(500), std::chrono::hours(1)));  // returns: no longer than its timeout
-  CHECK(futex_sleeps() == slept);
-  writer.close();
-  CHECK(!reader.wait_version(3, kSlice, kSlice));
 }

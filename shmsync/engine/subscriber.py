@@ -139,12 +139,8 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         self._reader.check_open()
         return not self._reader.gone
 
-    def wait_version(self, version: int, timeout: float | None = None, *, spin: float = 0.0) -> int:
+    def wait_version(self, version: int, timeout: float | None = None) -> int:
         """Wait until `version` or a later one is published; returns the published one. Applies nothing.
-
-        For the first `spin` seconds, at most `timeout`, it polls instead of sleeping, and finds a version some 20 µs
-        earlier. Spin only in a process with its own core: otherwise the other processes, also the publisher, wait for
-        the processor.
 
         `version` is a number of `session`, as this thread has it. With follow=True it also waits for a restarted
         trainer and moves to its arena, whose versions begin again: each of them is newer than all of the session
@@ -154,7 +150,7 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         Raises PublishTimeout, WriterDied, ClosedError; ProtocolError inside a section with slots = 1, where the
         publisher would wait for this process in turn; with follow=True ManifestMismatch.
         """
-        return self._reader.wait_version(version, timeout, spin=spin)
+        return self._reader.wait_version(version, timeout)
 
     def stats(self) -> SubscriberStats:
         """Counts since this subscriber was attached."""

@@ -54,9 +54,8 @@ class ReadSide {
   void drop();                     // give up a pin that became no section
   void retire();                   // the row goes back: never touch it again, another Subscriber may have it next
   bool wait(Nanoseconds timeout);  // for `current` or the state to change, at most one slice
-  // Waits for `version` to be published, at most one slice. True when it is there. For the first `spin` of it the
-  // processor is kept.
-  bool wait_version(std::uint64_t version, Nanoseconds timeout, Nanoseconds spin = Nanoseconds(0));
+  // Waits for `version` to be published, at most one slice. True when it is there.
+  bool wait_version(std::uint64_t version, Nanoseconds timeout);
 
   // Is a slot pinned that leave() or drop() would let go?
   bool holds_pin() const { return owns_row() && row_.pin.load(std::memory_order_relaxed) != 0; }

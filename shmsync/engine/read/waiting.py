@@ -20,7 +20,7 @@ from ...memory.arena import Arena
 from ...memory.attaching import Attached, Release
 from ...memory.system.exiting import stay_if_exiting
 from ...memory.system.process import Peers, pid_of
-from ..deadlines import Samples, check_seconds, check_version, deadline_after, slice_until
+from ..deadlines import Samples, check_version, deadline_after, slice_until
 from ..verify.checksums import BYTES_PER_SECOND
 from ..verify.compare import Verdict
 from .device_sections import SectionStreams
@@ -95,18 +95,16 @@ class WaitPath(_native.Reader):
         self._finalizer = util.Finalize(self, release, exitpriority=30)
         self.arena.reader = weakref.ref(self)
 
-    def wait_version(self, version: int, timeout: float | None = None, *, spin: float = 0.0) -> int:
+    def wait_version(self, version: int, timeout: float | None = None) -> int:
         """As Subscriber.wait_version()."""
         self.check_open()
-        spinning = check_seconds("spin", spin, "0.0 sleeps at once, math.inf never sleeps")
         if self.arena.slots == 1 and self.in_pinned_section and self.latest < version:
             raise ProtocolError(
                 "wait_version() inside a read section with slots=1 would wait for a publisher that waits for it; "
                 "leave the section first, or use more slots",
                 version=version,
             )
-        version, deadline = check_version(version), deadline_after(timeout, self.timeout)
-        return self._wait_for(version, deadline, spin_until=time.monotonic() + spinning)
+        return self._wait_for(check_version(version), deadline_after(timeout, self.timeout))
 
     @property
     def held(self) -> tuple[int, int]:
@@ -157,7 +155,7 @@ class WaitPath(_native.Reader):
         _log.info("arena %r: its publisher was started again, and is followed", self.name)
         return True
 
-    def _wait_for(self, version: int, deadline: float, *, spin_until: float = 0.0, entering: bool = False) -> int:
+    def _wait_for(self, version: int, deadline: float, *, entering: bool = False) -> int:
         """Wait until `version` or a later one is published; the published one.
 
         `entering`: this thread enters a section of exactly this version, and holds the lock. Else no lock is held, and
@@ -170,8 +168,7 @@ class WaitPath(_native.Reader):
                     if self.has_used_version:
                         self.use_applied_version()
                     return self.latest
-                spin = slice_until(spin_until) if spin_until else 0
-                if self.wait_version_slice(version, slice_until(deadline), spin) and (latest := self.latest) >= version:
+                if self.wait_version_slice(version, slice_until(deadline)) and (latest := self.latest) >= version:
                     return latest
                 gone, closed = self.gone, self.state == State.CLOSED  # death first: then the state is final
                 self._look_up()

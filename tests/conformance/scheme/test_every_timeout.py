@@ -155,7 +155,7 @@ def test_what_is_a_time_is_one_everywhere_in_the_engine(number):
                 pass
             with sub.read(version=1, timeout=value):
                 pass
-            assert sub.wait_version(1, value, spin=value or 0.0) == 1
+            assert sub.wait_version(1, value) == 1
             pub.wait_readers([0], timeout=value)
         assert pub.publish(wait=[], timeout=value) == 2
         with pub.update(timeout=value):
