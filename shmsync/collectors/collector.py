@@ -16,11 +16,10 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from ..engine.deadlines import timeout_or_default, timeout_or_none, whole
+from ..engine.deadlines import timeout_or_default, whole
 from ..engine.outcome import Outcome
 from ..engine.source.strategy import WeightStrategy
 from ..engine.source.wrappers import state_of
-from ..engine.verify.compare import Proof
 from ..errors import ClosedError, WorkerDied
 from ..memory.system.exiting import watch_exit
 from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
@@ -233,16 +232,6 @@ class MultiprocessCollector:
                 outcome.notes = ["the dead workers were restarted"]
                 raise outcome.lateness(f"version {error.version} of the policy", error.version) from error
             return self._setup.sender.version if error.version is None else error.version
-
-    def verify(self, *, timeout: float | None = None) -> Proof:
-        """Let every worker prove that its policy holds what was last sent to it.
-
-        For a weight_sync_scheme that was made with checksum=True. Raises as WeightSender.verify().
-        """
-        timeout = timeout_or_none(timeout)
-        self._go_on()
-        with self._setup.reasons(restarts=self._options.restart_workers):
-            return self._setup.sender.verify(timeout=timeout)
 
     def stats(self) -> CollectorStats:
         """Counts so far."""

@@ -15,7 +15,6 @@ from ... import _native
 from ...engine.deadlines import timeout_or_default, timeout_or_none
 from ...engine.source.dtypes import Dtypes
 from ...engine.source.strategy import WeightStrategy, is_flat
-from ...engine.verify.compare import Proof
 from ...errors import ClosedError, ProtocolError
 from ...schemes.arenas.worker_devices import DeviceChoice
 from .trainer.first_weights import first_weights, resolve
@@ -52,8 +51,6 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             dtype than the policy's are refused.
         strict: refuse weights that the policy has no place for. False: leave those out, as of an actor-critic's
             weights for an actor; some must fit, and what fits must have the right shape.
-        checksum: write a checksum of each leaf with each version, for verify(). Each update then reads what it has
-            written once more. Needs shmsync[verify].
         device: where the weights lie: one device for all workers, or a list or tuple with one for each, None for the
             host's memory. Workers on one device share one arena there. None: where the collector's policy_device says
             that their policies are; where no arena can lie, in the host's memory, and each worker has a copy.
@@ -72,13 +69,12 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         timeout: float | None = None,
         alias: bool = False,
         dtype: Dtypes = None,
-        checksum: bool = False,
         device: DeviceChoice = None,
         strict: bool = True,
     ) -> None:
         super().__init__(strategy)
         self._devices = checked_devices(
-            device, strict=strict, dtype=dtype, checksum=checksum, alias=alias, slots=slots, apart=per_worker_weights
+            device, strict=strict, dtype=dtype, alias=alias, slots=slots, apart=per_worker_weights
         )
         self.device = device
         self.sync = sync
@@ -87,7 +83,6 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         self.timeout = timeout_or_default(timeout)
         self.alias = alias
         self.dtype = dtype
-        self.checksum = checksum
         self.strict = strict
         self._invitation: tuple[str, dict[int, str]] | None = None  # the trainer's address, arena names by worker
         self._local = False
@@ -160,7 +155,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         groups = Groups(
             first.sources,
             apart=first.apart or self.per_worker_weights,
-            options={"slots": self.slots, "timeout": self.timeout, "checksum": self.checksum},
+            options={"slots": self.slots, "timeout": self.timeout},
             alias=self.alias,
             dtype=self.dtype,
             strict=self.strict,
@@ -207,31 +202,6 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             self._in_process.apply(self.context, model_id, weights)
             return 0  # such a collector is its own worker, and counts versions itself
         return self._send(weights, worker_ids, wait=self.sync, timeout=timeout)
-
-    def verify(self, worker_ids: Any = None, *, timeout: float | None = None) -> Proof:
-        """Let every worker prove that its policy holds what was last sent to it.
-
-        Args:
-            worker_ids: as in send().
-            timeout: in seconds; None is the scheme's.
-
-        Raises:
-            NotDelivered: these workers hold something else.
-            WorkerDied: these died before they answered.
-            AckTimeout: these have not answered in time.
-            ProtocolError: the scheme was made without checksum=True, or its collector has no workers.
-            RuntimeError: before init_on_sender() and connect().
-        """
-        timeout = timeout_or_none(timeout)
-        self._check_open()
-        if not (self.initialized_on_sender and self.synchronized_on_sender):
-            raise RuntimeError("Must be initialized and synchronized on sender before verifying: call connect()")
-        if not self.checksum or self._local:
-            raise ProtocolError(
-                "this ShmWeightSyncScheme keeps no checksums to verify against; make it with checksum=True, for a "
-                "collector that has worker processes"
-            )
-        return self._needed_sender().verify(worker_ids, timeout=timeout)
 
     def _send(self, weights: Any, worker_ids: Any, *, wait: bool, timeout: float | None = None) -> int:
         sender = self._needed_sender()

@@ -325,18 +325,6 @@ class Wide(Counting):
         return np.zeros(1 << 20, np.float32), {}
 
 
-class Drifting(Policy):
-    """Its forward changes a buffer, as BatchNorm's does: it does not keep what it was sent."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(1))
-
-    def forward(self, *args, **kwargs):
-        self.calls += 1
-        return super().forward(*args, **kwargs)
-
-
 class Enormous(nn.Module):
     """Its one parameter is more than any machine has, and takes nothing here: every element is the same one."""
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ....engine.arena_writer import ArenaWriter
 from ....engine.publish_all import Publication, publish_all
 from ....engine.publisher import Publisher, writer_of
 from ....engine.source import extra_state
@@ -99,7 +98,7 @@ class Groups:
     Args:
         sources: the first weights by worker; workers with the same object share an arena, on each device one.
         apart: give each worker its own arena in any case.
-        options: of each Publisher: slots, timeout, checksum.
+        options: of each Publisher: slots, timeout.
         dtype: of the first arenas; later ones cast as the arena that they are copied from.
         alias: the one source is a module whose parameters become the shared memory (Publisher.adopt), where it is.
         strict: refuse weights that the arena has no leaf for; else they are left out.
@@ -209,11 +208,6 @@ class Groups:
                 ) from error
             raise
         return [Assignment(group, v, workers) for (group, _, workers), v in zip(plan, versions, strict=True)]
-
-    def writers_of(self, workers: Collection[int]) -> list[tuple[ArenaWriter, list[int]]]:
-        """The writer of each arena that some of these workers belong to, and which do."""
-        found = [(member.group.writer, sorted(member.workers.intersection(workers))) for member in self._members]
-        return [(writer, chosen) for writer, chosen in found if chosen]
 
     def sweep(self) -> None:
         """End the arenas that no worker belongs to any more; one that has not moved yet keeps its weights."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ....engine.source.dtypes import Dtypes, check_dtypes
-from ....engine.verify.checksums import check_checksum
 from ....errors import ProtocolError
 from ....schemes.arenas.worker_devices import DeviceChoice, WorkerDevices
 
@@ -17,7 +16,7 @@ NOT_DISTRIBUTED = (
 
 
 def checked_devices(
-    device: DeviceChoice, *, strict: bool, dtype: Dtypes, checksum: bool, alias: bool, slots: int, apart: bool
+    device: DeviceChoice, *, strict: bool, dtype: Dtypes, alias: bool, slots: int, apart: bool
 ) -> WorkerDevices:
     """The workers' devices. `apart`: per_worker_weights; the others are options of the same name.
 
@@ -26,7 +25,6 @@ def checked_devices(
     if not isinstance(strict, bool):
         raise TypeError(f"strict is True or False, not {strict!r}")
     check_dtypes(dtype)
-    check_checksum(checksum)
     if alias and dtype is not None:
         raise ValueError(
             f"alias=True shares the trainer's own parameters as they are, but dtype={dtype} would cast them; give "

@@ -9,7 +9,6 @@ from typing import Any
 
 from ....engine.deadlines import check_worker, deadline_after
 from ....engine.outcome import Outcome, Wording, listed
-from ....engine.verify.compare import Proof
 from ....errors import WorkerDied
 from ....schemes.link.send_lock import SendLock, hold_all
 from .first_weights import First
@@ -113,25 +112,6 @@ class Sender:
             finally:
                 self.groups.sweep()
             return self._version
-
-    def verify(self, worker_ids: Any, *, timeout: float | None = None) -> Proof:
-        """Let these workers prove what their policies hold. Raises as Publisher.verify() and send() do."""
-        workers = self._checked(worker_ids)
-        deadline = deadline_after(timeout, self._timeout)
-        with hold_all([self._lock], deadline, "verify"):
-            self.connections.look(deadline)
-            proofs = []
-            for writer, chosen in self.groups.writers_of(workers - self._lost):
-                unwoken = list(chosen)
-
-                def wake(unwoken: list[int] = unwoken) -> None:
-                    self.connections.wake(unwoken)
-                    unwoken.clear()
-                    self.connections.wake_moving()
-
-                proofs.append(writer.ask(chosen, deadline, wake))
-            proved = sorted(worker for proof in proofs for worker in proof.workers if isinstance(worker, int))
-            return Proof(self._version, max((proof.leaves for proof in proofs), default=0), workers=tuple(proved))
 
     def _wait(self, posted: Sequence[Assignment], deadline: float) -> None:
         """Wait until each worker has applied its assignment, has failed or is dead. Raises what went wrong."""
