@@ -14,7 +14,6 @@ from typing_extensions import Self
 
 from ..engine.source.dtypes import Dtypes
 from ..engine.source.strategy import Form, WeightStrategy
-from ..engine.verify.checksums import check_checksum
 from ..errors import ClosedError
 from .context_args import Arguments, check_names, find_model, model_at, model_in, refuse_collector, says_what_it_takes
 from .receiver import WeightReceiver
@@ -53,8 +52,6 @@ class WeightSyncScheme(ABC):
         partial: weights may lack leaves; only those that are given change. Others are refused by name.
         dtype: floating parameters are cast to it before they travel; a mapping of glob patterns on dotted keys to
             dtypes casts those that match. As in Publisher.
-        checksum: note a checksum of each leaf that is sent, so that the sender's verify() can prove what workers hold.
-            Each send then reads the weights once more. Needs shmsync[verify].
 
     A scheme is made once, and given to both sides: `init_on_sender` in the trainer, `init_on_worker` in each worker.
     Pickling keeps its configuration alone. `with scheme:` ends with shutdown(), and so the scheme's use.
@@ -74,14 +71,10 @@ class WeightSyncScheme(ABC):
     _depth = 0  # of `with` blocks
     _over = False
 
-    def __init__(
-        self, strategy: Form = "state_dict", *, partial: bool = False, dtype: Dtypes = None, checksum: bool = False
-    ) -> None:
-        check_checksum(checksum)
+    def __init__(self, strategy: Form = "state_dict", *, partial: bool = False, dtype: Dtypes = None) -> None:
         self.strategy = strategy
         self.partial = partial
         self.dtype = dtype
-        self.checksum = checksum
         self.make_strategy()  # refuses wrong arguments now, not at the first send
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None

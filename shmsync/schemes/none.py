@@ -7,8 +7,6 @@ from typing import Any
 from typing_extensions import override
 
 from ..engine.deadlines import timeout_or_none
-from ..engine.verify.compare import Proof
-from ..errors import ProtocolError
 from .api import WeightSyncScheme
 from .receiver import WeightReceiver
 from .sender import WeightSender
@@ -74,12 +72,6 @@ class NoSender(WeightSender):
     def is_dead(self, worker_idx: int) -> bool:
         """False: it sends nothing, so it never finds out."""
         return False
-
-    @override
-    def verify(self, worker_ids: Any = None, *, timeout: float | None = None) -> Proof:
-        """Raises ProtocolError: it sends nothing that could be proved."""
-        timeout_or_none(timeout)
-        raise ProtocolError("this scheme sends nothing, so there is nothing to verify; use another scheme")
 
     @override
     def _chosen(self, worker_ids: Any) -> list[int]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ..engine.deadlines import check_worker, timeout_or_none
-from . import remote_verify as proving
-from .context_args import Arguments, find_model, model_in, named_content
-from .remote_verify import Asked
+from .context_args import Arguments, model_in, named_content
 from .scheme_end import SchemeEnd
 
 
@@ -24,7 +21,6 @@ class WeightReceiver(SchemeEnd):
         self._worker_idx: int | None = None
         self._model_ref: Any = None
         self._transport: Any = None
-        self._from_context = False  # is the context's model the one that is meant?
         self._version = 0
 
     @property
@@ -74,7 +70,6 @@ class WeightReceiver(SchemeEnd):
     def begin(self, arguments: Arguments) -> None:
         """Take in the arguments that init_on_worker() got. Called by the scheme."""
         self._set_context(arguments.context)
-        self._from_context = arguments.context is not None and "model" not in arguments.kwargs
         self.set_up(arguments)
 
     def set_up(self, arguments: Arguments) -> None:
@@ -122,24 +117,9 @@ class WeightReceiver(SchemeEnd):
         Raises ValueError for weights of another model, and what applying raises.
         """
         weights = named_content(weights, self._model_id)
-        if isinstance(weights, Asked):
-            self.prove(weights)
-        else:
-            self._strategy.apply_weights(self._resolve_model_ref(), weights)
+        self._strategy.apply_weights(self._resolve_model_ref(), weights)
         if hasattr(self._transport, "send_ack"):
             self._transport.send_ack("updated")
-
-    def prove(self, question: Mapping[str, Any]) -> None:
-        """Answer the `question` of the sender's verify(). Raises NotDelivered when the model holds something else."""
-        for model in self._models_now():
-            proving.prove(model, question, self._model_id, partial=getattr(self._scheme, "partial", False))
-
-    def _models_now(self) -> list[Any]:
-        """The model that weights are applied to, and the one that has taken its place in the context, if one has."""
-        model = self._resolve_model_ref()
-        context = self._living_context if self._from_context else None
-        now = None if context is None else find_model(context, self._model_id)
-        return [model] if now is None or now is model else [model, now]
 
     def close(self) -> None:
         """Give back what the receiver holds. Idempotent; it also happens when the process ends."""

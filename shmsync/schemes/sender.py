@@ -10,14 +10,10 @@ from torch import nn
 from typing_extensions import override
 
 from ..engine.deadlines import check_worker, deadline_after
-from ..engine.outcome import Failure, Outcome
-from ..engine.verify.compare import Proof
-from ..errors import NotDelivered, ProtocolError
+from ..errors import ProtocolError
 from .context_args import Arguments, chosen_workers, model_at, process_of
 from .link.blocking_calls import Calls, CallState
-from .link.gather import WORDING
 from .link.send_lock import SendLock, hold_all
-from .remote_verify import Asked, SentSums, judged, refuse_unnoted
 from .scheme_end import SchemeEnd
 
 
@@ -46,7 +42,6 @@ class WeightSender(SchemeEnd):
         self._processes: dict[int, Any] = {}  # of workers that are being registered
         self._transports: dict[int, Any] = {}
         self._pending: Any = None  # what _post() gave a send_async()
-        self._sums = SentSums()
         self._send_locks = SendLock()
         self._call_states: dict[int, CallState] = {}  # of transports with blocking calls, by worker
 
@@ -229,53 +224,6 @@ class WeightSender(SchemeEnd):
             self._collect(posted, deadline)
             return self.version
 
-    def verify(self, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None) -> Proof:
-        """Let every worker prove that the model which it has at this moment holds what was last sent to it.
-
-        The scheme must have been made with checksum=True. A worker compares when it would apply weights: at its
-        receive(), or in the call that brings them.
-
-        Args:
-            worker_ids: as in send().
-            timeout: seconds for the whole call; None is the scheme's default.
-
-        Returns:
-            The version, the number of leaves that each worker compared, and the workers that have proved it.
-
-        Raises:
-            NotDelivered: these workers hold something else; it names every leaf. WorkerDied, AckTimeout: these have
-            not answered. ProtocolError: there are no checksums, or nothing was sent. As send() does otherwise.
-        """
-        deadline = self._deadline(timeout)
-        refuse_unnoted(self._scheme)
-        with hold_all(self.send_locks(), deadline, "verify"):
-            self.check_ready("verify")
-            return self._verify(self._chosen(worker_ids), deadline)
-
-    def _verify(self, workers: list[int], deadline: float) -> Proof:
-        transports = self._chosen_transports(workers)
-        questions = {index: self._sums.of(index, self._model_id, index) for index in transports}
-        outcome = Outcome(WORDING)
-        for index, transport in transports.items():
-            what = f"the question what it holds of {self._model_id!r}"
-            calls = Calls(self._call_states, {index: transport}, what, self._version)
-            try:
-                calls.send(self._model_id, Asked(questions[index]), deadline)
-                calls.finish(deadline)
-                outcome.done.append(index)
-            except NotDelivered as error:
-                outcome.failed[index] = Failure.of(error)
-        leaves = max(map(len, questions.values()), default=0)
-        return judged(outcome, self._model_id, self._version, leaves)
-
-    def _chosen_transports(self, workers: list[int]) -> dict[int, Any]:
-        """What _iterate_transports() yields, by worker; a transport that no index has, by its position."""
-        names = {id(transport): index for index, transport in self._transports.items()}
-        return {
-            names.get(id(transport), position): transport
-            for position, transport in enumerate(self._iterate_transports(workers))
-        }
-
     def update_weights(self, weights: Any) -> int:
         """Call send(weights)."""
         return self.send(weights)
@@ -286,9 +234,11 @@ class WeightSender(SchemeEnd):
         """Start sending; what _collect() needs."""
         prepared = self.sent_weights(weights)
         self._version += 1
-        transports = self._chosen_transports(workers)
-        if self._scheme.checksum:
-            self._sums.note(prepared, transports)
+        names = {id(transport): index for index, transport in self._transports.items()}
+        transports = {  # one that no index has goes by its position
+            names.get(id(transport), position): transport
+            for position, transport in enumerate(self._iterate_transports(workers))
+        }
         calls = Calls(self._call_states, transports, f"version {self._version} of {self._model_id!r}", self._version)
         calls.send(self._model_id, prepared, deadline)
         return calls

@@ -56,7 +56,6 @@ class ArenaOptions(NamedTuple):
     partial: bool = False
     dtype: Dtypes = None
     device: DeviceChoice | WorkerDevices = None
-    checksum: bool = False
 
 
 class Publishers:
@@ -216,7 +215,6 @@ class Publishers:
             dtype=self._dtype_for(source, known),
             include=["*"] if self.options.partial else None,  # a worker's module may have other leaves besides
             timeout=self.options.timeout,
-            checksum=self.options.checksum,
         )
         try:
             if self.options.alias:

@@ -14,7 +14,7 @@ from ...engine.bind.install_guards import bind
 from ...engine.bind.module_check import ModuleCheck
 from ...engine.source.strategy import WeightStrategy
 from ...engine.subscriber import Consistency, Subscriber, reader_of
-from ...errors import NotDelivered, ProtocolError
+from ...errors import ProtocolError
 from ...memory.control.segment import Handle
 
 
@@ -113,22 +113,6 @@ class Subscriptions:
         if reader_of(subscriber).arena.on_device is not None:
             subscriber.wait_version(version, self._timeout)
         subscriber.refresh()
-
-    def prove(self, model_id: str, session: bytes, model: Any) -> None:
-        """Raise NotDelivered unless the model holds the newest version of the arena of this session."""
-        subscriber = self._subscribers.get(model_id)
-        read = None if subscriber is None else reader_of(subscriber).arena.session
-        if subscriber is None or read != session:
-            what = "none" if read is None else f"session {read.hex()[:8]}"
-            raise NotDelivered(
-                f"this worker has attached to {what} of the arenas of {model_id!r}, but the sender's is session "
-                f"{session.hex()[:8]}; send again, or make a new receiver"
-            )
-        bound = self._bound.get(model_id)
-        if bound is None or bound() is not model:
-            subscriber.verify(model)  # it was copied, or has taken the place of what was bound
-        else:
-            subscriber.verify()
 
     def inside_section(self, model_id: str) -> bool:
         """Is the calling thread inside a read section of this model?"""

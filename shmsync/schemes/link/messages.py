@@ -9,8 +9,6 @@
                       ((model_ids, (number, version, deadline)), "resume")
                                                                          or until this says that they do not come; after
                                                                          the deadline, a monotonic time, no send waits
-                      ((model_id, question), "verify_weights")           does the model hold what was sent? By a note of
-                                                                         each leaf, or by the session of its arena
     worker → sender   (None, "updated") and (None, "registered")
                       ((model_id, version), "updated")                   for a version in an arena
                       (None, "prepared")
@@ -34,14 +32,13 @@ UPDATE = "update_weights"
 REGISTER = "register_shared_weights"
 PREPARE = "prepare_weights"
 RESUME = "resume"
-VERIFY = "verify_weights"
 UPDATED = "updated"
 REGISTERED = "registered"
 PREPARED = "prepared"
 FAILED = "failed"
 UNKNOWN = "no receiver"
 ANSWERS = (UPDATED, REGISTERED, PREPARED, FAILED)
-MESSAGES = (UPDATE, REGISTER, PREPARE, RESUME, VERIFY)
+MESSAGES = (UPDATE, REGISTER, PREPARE, RESUME)
 
 
 class Tag(NamedTuple):
@@ -136,8 +133,6 @@ def wrong_with(message: Any) -> str | None:
         ids, meeting = content
         if not (isinstance(ids, tuple) and all(isinstance(each, str) for each in ids) and _is_meeting(meeting)):
             return f"{word!r} with {reprlib.repr(content)}, which is no call to come together"
-    if word == VERIFY and not (isinstance(content[0], str) and isinstance(content[1], (dict, bytes))):
-        return f"{word!r} with {reprlib.repr(content)}, which is no (model id, question)"
     if word == REGISTER and not (isinstance(content[0], str) and isinstance(content[1], Handle)):
         return f"{word!r} with {reprlib.repr(content)}, which is no (model id, handle)"
     return None

@@ -23,7 +23,6 @@ from ..context_args import Arguments
 from ..link import messages
 from ..link.messages import Message, Tag
 from ..link.sender_end import Link, Result
-from ..remote_verify import SentSums
 from ..unacked import Leaves, Unacked, private_leaves
 from .pipe_carrier import PipeCarrier, Posted
 from .pipe_receiver import PipeReceiver
@@ -98,11 +97,9 @@ class _Sent:
 class MultiProcessCarrier(PipeCarrier):
     """The weights themselves go through the pipes; pickled once for all workers."""
 
-    def __init__(self, *, partial: bool = False, checksum: bool = False, devices: WorkerDevices | None = None) -> None:
+    def __init__(self, *, partial: bool = False, devices: WorkerDevices | None = None) -> None:
         super().__init__()
         self._devices = WorkerDevices(None) if devices is None else devices
-        self._sums = SentSums()
-        self._checksum = checksum
         self._partial = partial
         self._in_use: list[tuple[Link, Tag, WeightsMessage]] = []  # unanswered, in memory of this process
         self._sent: dict[str, _Sent] = {}  # by model
@@ -131,13 +128,10 @@ class MultiProcessCarrier(PipeCarrier):
         size = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, torch.Tensor))
         apart = size >= LARGE and any(link.end.reaches for link in links.values())
         message = WeightsMessage(Tag(model_id, version), weights, apart=apart)
-        keys = [(model_id, index) for index in links]
-        sums = self._sums.noted(leaves, keys) if self._checksum else {}
         sent = self._sent_of(model_id)
 
         def accept() -> None:
             sent.newest = version, message
-            self._sums.take(sums)
             if self._partial:
                 sent.take_late()
                 sent.unacked.add(given, links.values())
@@ -145,11 +139,6 @@ class MultiProcessCarrier(PipeCarrier):
             sent.version = version
 
         return Plan([], accept, lambda: None)
-
-    @override
-    def question(self, model_id: str, index: int) -> tuple[Any, int]:
-        found = self._sums.of((model_id, index), model_id, index)
-        return found, len(found)
 
     @override
     def announce(self, model_id: str, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
@@ -235,7 +224,6 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         timeout: default of a send, in seconds; math.inf waits without limit, None is 10.
         partial: see WeightSyncScheme.
         dtype: see WeightSyncScheme.
-        checksum: see WeightSyncScheme.
         device: where the workers' modules lie: one device for all, or a list or tuple with one for each worker, None
             for the host's memory. What travels is fetched from the trainer's device once, and each worker copies it to
             its own. A worker whose module lies on another kind of device is refused. None: wherever they lie.
@@ -250,10 +238,9 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         timeout: float | None = None,
         partial: bool = False,
         dtype: Dtypes = None,
-        checksum: bool = False,
         device: DeviceChoice = None,
     ) -> None:
-        super().__init__(strategy, partial=partial, dtype=dtype, checksum=checksum)
+        super().__init__(strategy, partial=partial, dtype=dtype)
         self.timeout = timeout_or_default(timeout)
         self.device = device
         self.worker_devices = WorkerDevices(device)
@@ -272,7 +259,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
 
     def create_carrier(self) -> MultiProcessCarrier:
         """What a new sender sends with."""
-        return MultiProcessCarrier(partial=self.partial, checksum=self.checksum, devices=self.worker_devices)
+        return MultiProcessCarrier(partial=self.partial, devices=self.worker_devices)
 
 
 class MultiProcessSender(PipeSender):

@@ -1,4 +1,4 @@
-"""The one way of sending over pipes. A kind of scheme says what travels: it derives a PipeCarrier of four methods."""
+"""The one way of sending over pipes. A kind of scheme says what travels: it derives a PipeCarrier of three methods."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from ...engine.outcome import Outcome
-from ...engine.source.pickling import dumps
-from ...engine.verify.compare import Proof
 from ...errors import WorkerDied
-from ...memory.system.process import me
 from ..arenas.publishers import Plan, write
 from ..link.gather import gather
-from ..link.messages import VERIFY, Tag, Tagged
+from ..link.messages import Tag
 from ..link.sender_end import Link
-from ..remote_verify import judged
 
 
 class Posted(NamedTuple):
@@ -32,7 +28,6 @@ class PipeCarrier(ABC):
 
     def __init__(self) -> None:
         self.links: dict[int, Link] = {}  # the workers by index
-        self._asked = 0  # questions so far
         self.sign = object()  # marks what this carrier has announced; see SenderEnd.announcers
 
     # What the kinds do differently.
@@ -48,13 +43,6 @@ class PipeCarrier(ABC):
     @abstractmethod
     def announce(self, model_id: str, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
         """Send the newest version to these workers; the answers that each of them is to send."""
-
-    @abstractmethod
-    def question(self, model_id: str, index: int) -> tuple[Any, int]:
-        """What to ask a worker that is to prove what it holds, and about how many leaves that is.
-
-        Raises ProtocolError when nothing was sent to it.
-        """
 
     def add(self, index: int, pipe: Any, process: Any = None) -> None:
         """Reach this worker over this pipe from now on."""
@@ -100,23 +88,6 @@ class PipeCarrier(ABC):
         tags = self.announce(model_id, links)
         newest = max((tag.version for each in tags.values() for tag in each), default=version)
         return Posted(model_id, newest, links, tags)
-
-    def ask(self, model_id: str, links: dict[int, Link], deadline: float) -> Proof:
-        """Let these workers prove what they hold of this model; see WeightSender.verify()."""
-        questions, leaves = {}, 0
-        for index in links:
-            questions[index], count = self.question(model_id, index)
-            leaves = max(leaves, count)
-        self._asked += 1
-        tag = Tag(model_id, -self._asked)
-        distinct = {id(each): each for each in questions.values()}
-        payloads = {key: dumps(Tagged(((model_id, each), VERIFY), tag, me().owner)) for key, each in distinct.items()}
-        for index, link in links.items():
-            link.end.send(payloads[id(questions[index])], tag)
-        outcome = gather(links, {index: [tag] for index in links}, deadline)
-        for index in outcome.dead:
-            links[index].reported = True
-        return judged(outcome, model_id, self.version(model_id), leaves)
 
     def collect(self, posted: Posted, deadline: float) -> None:
         """Wait for all answers. Raises WorkerDied, AckTimeout, or a worker's own exception."""

@@ -112,7 +112,8 @@ class PipeReceiver(WeightReceiver):
                 end.check_not_alone(message)
                 receiver._use_given(message)
             else:
-                word = receiver._attach_or_prove(message)
+                receiver._attach(message)
+                word = messages.REGISTERED
         except Exception as error:
             end.fail(message, error)
             raise
@@ -149,11 +150,11 @@ class PipeReceiver(WeightReceiver):
                     _apply([(receiver, message)])
                 else:
                     try:
-                        word = receiver._attach_or_prove(message)
+                        receiver._attach(message)
                     except Exception as error:
                         receiver._refused(message, error)
                     else:
-                        self._end.answer(message, word)
+                        self._end.answer(message, messages.REGISTERED)
 
     def _receive_jointly(self, first: Message) -> None:
         """Apply several models at once, or none. No forward runs in here, so none sees one new and another old."""
@@ -206,14 +207,6 @@ class PipeReceiver(WeightReceiver):
         reason = str(error)  # a kept log record keeps no weights alive
         _log.warning("%r of %r was refused: %s", message.kind, self._model_id, reason)
         self._end.answer_failure(message, error)
-
-    def _attach_or_prove(self, message: Message) -> str:
-        """Carry out a message that brings no weights; the word that answers it."""
-        if message.kind == messages.REGISTER:
-            self._attach(message)
-            return messages.REGISTERED
-        self.prove(message.content)
-        return messages.UPDATED
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in super().__getstate__().items() if key not in ("_end", "_thread")}

@@ -7,7 +7,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from ...engine.verify.compare import Proof
 from ..context_args import chosen_workers
 from ..link.send_lock import SendLock, hold_all
 from ..link.sender_end import Link
@@ -106,10 +105,6 @@ class PipeSender(WeightSender):
     def _post(self, weights: Any, workers: list[int], deadline: float) -> Posted:
         links = self.carrier.reach(self.model_id, workers)
         return self.carrier.post(self.model_id, self.sent_weights(weights), links, deadline)
-
-    @override
-    def _verify(self, workers: list[int], deadline: float) -> Proof:
-        return self.carrier.ask(self.model_id, self.carrier.reach(self.model_id, workers), deadline)
 
     @override
     def _collect(self, posted: Posted, deadline: float) -> None:

@@ -14,7 +14,7 @@ from ...engine.publish_all import Publication, publish_all
 from ...engine.publisher import Publisher, writer_of
 from ...engine.source.pickling import dumps, small
 from ...engine.source.strategy import WeightStrategy, refuse_bound
-from ...errors import ClosedError, ProtocolError
+from ...errors import ClosedError
 from ..arenas.plain_copy import PlainCopy
 from ..arenas.publishers import ALL, Plan, Publishers
 from ..link import messages
@@ -104,14 +104,6 @@ class SharedMemCarrier(PipeCarrier):
     @override
     def version(self, model_id: str) -> int:
         return max(self.publishers.version(model_id), self._sent.get(model_id, 0))
-
-    @override
-    def question(self, model_id: str, index: int) -> tuple[bytes, int]:
-        self._check_open()
-        if not self.publishers.version(model_id):
-            raise ProtocolError(f"no weights of {model_id!r} were sent to worker {index} yet; send() first")
-        publisher = self.publishers.of_worker(model_id, index)
-        return publisher.handle.session, len(writer_of(publisher).arena.manifest.leaves)
 
     @override
     def done_before_leaving(self, model_id: str, index: int) -> bool:

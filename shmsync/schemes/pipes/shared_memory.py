@@ -28,7 +28,7 @@ from .pipe_sender import PipeSender
 from .pipe_transport import PipeTransport
 from .shared_carrier import SharedMemCarrier
 
-_OPTIONS = ("slots", "consistency", "groups", "timeout", "alias", "partial", "dtype", "checksum")  # of a transport
+_OPTIONS = ("slots", "consistency", "groups", "timeout", "alias", "partial", "dtype")  # of a transport
 
 
 class SharedMemTransport(PipeTransport):
@@ -52,7 +52,6 @@ class SharedMemTransport(PipeTransport):
         partial: bool = False,
         dtype: Dtypes = None,
         device: DeviceChoice | WorkerDevices = None,
-        checksum: bool = False,
     ) -> None:
         timeout = timeout_or_default(timeout)
         options = ArenaOptions(
@@ -63,7 +62,6 @@ class SharedMemTransport(PipeTransport):
             partial=partial,
             dtype=dtype,
             device=device,
-            checksum=checksum,
         )
         publishers = Publishers(options)
         self.policy_weights = {} if policy_weights is None else policy_weights
@@ -141,7 +139,6 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             module may have other leaves besides, which stay its own. Leaves that a send lacks keep the values of the
             newest version.
         dtype: see WeightSyncScheme.
-        checksum: of the arenas; see Publisher.
     """
 
     sender_takes = WeightSyncScheme.sender_takes | {"procs", "cached_weights", "device"}
@@ -160,9 +157,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         partial: bool = False,
         dtype: Dtypes = None,
         device: DeviceChoice = None,
-        checksum: bool = False,
     ) -> None:
-        super().__init__(strategy, partial=partial, dtype=dtype, checksum=checksum)
+        super().__init__(strategy, partial=partial, dtype=dtype)
         self.policy_weights = {} if policy_weights is None else policy_weights
         self.auto_register = auto_register
         self.slots = slots
@@ -308,11 +304,6 @@ class SharedMemReceiver(PipeReceiver):
         """Leave the arenas; a bound model raises ClosedError when it is called from now on."""
         if self._transport is not None:  # a copy has none
             self._transport.close()
-
-    @override
-    def prove(self, question: Any) -> None:
-        for model in self._models_now():
-            self._transport.subscriptions.prove(self._model_id, question, model)
 
     @override
     def _ready(self) -> bool:

@@ -37,11 +37,10 @@ from ...memory.devices import laid_out
 from ...memory.manifest import Key, Manifest
 from ...memory.slab.memfd import Reusable
 from ...memory.torch_modes import run_plainly
-from ..remote_verify import Asked
 
 _log = logging.getLogger("shmsync")
 
-Kind = Literal["tensordict", "flat", "nested", "question"]
+Kind = Literal["tensordict", "flat", "nested"]
 
 
 class Stamp(NamedTuple):
@@ -134,13 +133,6 @@ class Packer:
         weakref.finalize(packed_weights, self._free.append, buffer).atexit = False
         return packed_weights
 
-    def ask(self, question: Mapping[str, Any], model_id: str, version: int) -> PackedWeights:
-        """A question, which unpickles as Asked. It travels as weights do, so there is a tensor in it."""
-        buffer = torch.zeros(8, dtype=torch.uint8, device="cpu")
-        text = Manifest.of({("question",): buffer}).to_json()
-        label = Label(Stamp(self.session, model_id, version), "question", text, {("question",): dict(question)})
-        return PackedWeights(label, [buffer])
-
     def forget(self) -> None:
         """Use no buffer again: it is not known any more who reads them."""
         self._free = deque(maxlen=2)
@@ -226,12 +218,8 @@ def views_will_do(label: Label) -> bool:
 
 
 @run_plainly
-def unpack(label: Label, *pieces: torch.Tensor | numpy.ndarray) -> TensorDict | WeightsDict | Asked:
+def unpack(label: Label, *pieces: torch.Tensor | numpy.ndarray) -> TensorDict | WeightsDict:
     """The weights that were sent, as views of the buffer, with their stamp."""
-    if label.kind == "question":
-        asked = Asked(label.extra["question",])
-        asked.stamp = label.stamp
-        return asked
     manifest = _checked(label, [piece.nbytes for piece in pieces])
     copy = not views_will_do(label)
     storages = [_as_tensor(piece, copy=copy).untyped_storage() for piece in pieces]

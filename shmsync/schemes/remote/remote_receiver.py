@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -20,7 +18,6 @@ from ..arenas.subscriptions import Subscriptions
 from ..context_args import Arguments, named_content
 from ..link.timed_queue import TimedQueue
 from ..receiver import WeightReceiver
-from ..remote_verify import Asked
 from .packed_weights import Announcement, Stamp, allow_views, stamp_of
 from .relay import Unpublished, leave_to
 from .weight_client import forget_ended
@@ -85,9 +82,6 @@ class RemoteReceiver(WeightReceiver):
                 f"with init_on_worker({stamp.model_id!r})"
             )
         with self._applying:
-            if isinstance(weights, Asked):
-                self.prove(weights)
-                return
             known = self._stamp
             if stamp and known and stamp.session == known.session and stamp.version <= known.version:
                 return
@@ -140,9 +134,3 @@ class RemoteReceiver(WeightReceiver):
             self._handle = announcement.handle
             leave_to(announcement)
         self.subscriptions.use(self._model_id, announcement.stamp.version, model)
-
-    @override
-    def prove(self, question: Mapping[str, Any]) -> None:
-        subscriber = self.subscriptions.get(self._model_id)
-        with contextlib.nullcontext() if subscriber is None else subscriber.read():
-            super().prove(question)

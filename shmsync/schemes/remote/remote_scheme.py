@@ -14,11 +14,9 @@ from ...engine.deadlines import check_worker, timeout_or_default
 from ...engine.source.dtypes import Dtypes
 from ...engine.source.strategy import Form
 from ...engine.subscriber import Consistency
-from ...engine.verify.compare import Proof
 from ...errors import AckTimeout, WorkerDied
 from ..api import WeightSyncScheme
 from ..context_args import Arguments
-from ..remote_verify import judged
 from ..sender import WeightSender
 from ..unacked import Leaves, Unacked, private_leaves
 from .fan_out import FanOut
@@ -55,7 +53,7 @@ class RemoteScheme(WeightSyncScheme):
             goes to each node; a relay publishes it into an arena there, to which all of the node's workers attach.
         slots, consistency: of those arenas and of their subscribers; see Publisher and Subscriber.
         timeout: default of every call, in seconds; math.inf waits without limit, None is 60.
-        partial, dtype, checksum: see WeightSyncScheme. With fan_out="node" everything ever sent goes to the other nodes
+        partial, dtype: see WeightSyncScheme. With fan_out="node" everything ever sent goes to the other nodes
             each time.
     """
 
@@ -72,9 +70,8 @@ class RemoteScheme(WeightSyncScheme):
         timeout: float | None = DEFAULT_TIMEOUT,
         partial: bool = False,
         dtype: Dtypes = None,
-        checksum: bool = False,
     ) -> None:
-        super().__init__(strategy, partial=partial, dtype=dtype, checksum=checksum)
+        super().__init__(strategy, partial=partial, dtype=dtype)
         if fan_out not in (None, "node"):
             raise ValueError(f'fan_out is None or "node", not {fan_out!r}')
         self.fan_out = fan_out
@@ -240,13 +237,13 @@ class RemoteSender(WeightSender):
             fan_out.find_locations(sending, alive, self._alive(self._transports), deadline)
             version = max(self._version, fan_out.version(self._model_id)) + 1
             stamp = Stamp(self._packer.session, self._model_id, version)
-            accept = partial(self._accept, version, given, alive, prepared)
+            accept = partial(self._accept, version, given, alive)
             whole = prepared if given is None else {**self._owed.whole, **given}
             fan_out.deliver(sending, stamp, prepared, alive, accept, deadline, whole=whole)
             return sending
         packed_weights = self._packer.pack(prepared, self._model_id, self._version + 1)
         payload = self._carrier.payload(packed_weights, deadline) if alive else None
-        self._accept(self._version + 1, given, alive, prepared)
+        self._accept(self._version + 1, given, alive)
         for index, transport in alive.items():
             due = None if given is None else self._owed.due(transport, given)
             if due is None:
@@ -257,30 +254,12 @@ class RemoteSender(WeightSender):
             sending.add(Step(index, transport, start))
         return sending
 
-    def _accept(self, version: int, given: Leaves | None, workers: Mapping[int, RemoteTransport], weights: Any) -> None:
+    def _accept(self, version: int, given: Leaves | None, workers: Mapping[int, RemoteTransport]) -> None:
         """These weights are that version."""
         self._version = version
-        if self._scheme.checksum:
-            self._sums.note(weights, workers.values())
         if given is not None:
             self._owed.add(given, workers.values())
             self._given = given, dict(workers)
-
-    @override
-    def _verify(self, workers: list[int], deadline: float) -> Proof:
-        alive = self._alive(workers)
-        questions = {index: self._sums.of(each, self._model_id, index) for index, each in alive.items()}
-        sending = RemoteSend(self._carrier.wait)
-        distinct = {id(each): each for each in questions.values()}
-        packed = {key: self._packer.ask(each, self._model_id, self._version) for key, each in distinct.items()}
-        payloads = {key: self._carrier.payload(each, deadline) for key, each in packed.items()}
-        for index, transport in alive.items():
-            sending.add(Step(index, transport, partial(transport.post, payloads[id(questions[index])])))
-        sending.finish(deadline)
-        for index in sending.outcome.dead:
-            self._transports[index].reported |= self._transports[index].dead
-        leaves = max(map(len, questions.values()), default=0)
-        return judged(sending.outcome, self._model_id, self._version, leaves)
 
     @override
     def _collect(self, posted: RemoteSend, deadline: float) -> None:

@@ -143,6 +143,6 @@ class Sender:
     def __getattr__(self, name):
         if name in ("version", "worker_ids", "model_id"):
             return self._use(name)
-        if name in ("send", "send_async", "wait_async", "update_weights", "is_dead", "verify"):
+        if name in ("send", "send_async", "wait_async", "update_weights", "is_dead"):
             return self._method(name)
         raise AttributeError(name)

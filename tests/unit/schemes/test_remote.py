@@ -163,7 +163,7 @@ executor.close()
 )
 def test_the_types_of_a_constructors_options_can_be_looked_up(scheme):
     hints = typing.get_type_hints(scheme.__init__)
-    assert {hints["slots"], hints["timeout"], hints["checksum"]} == {int, float | None, bool}
+    assert {hints["slots"], hints["timeout"], hints["partial"]} == {int, float | None, bool}
     assert "dtype" in hints
 
 

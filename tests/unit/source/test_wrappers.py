@@ -265,8 +265,7 @@ def test_a_name_that_is_a_wrappers_is_kept_where_it_fits(publisher, subscriber):
 def test_schemes_over_pipes(scheme, trainer, strategy, form):
     ours, theirs = multiprocessing.Pipe()
     source, target = WRAPPERS[trainer](Net(0.0)), WRAPPERS["part compiled"](Net(0.0))
-    options = {"strategy": strategy, "checksum": True}
-    with scheme(**options) as sending, scheme(**options) as receiving:
+    with scheme(strategy=strategy) as sending, scheme(strategy=strategy) as receiving:
         sending.init_on_sender("policy", pipes=[ours])
         receiving.init_on_worker("policy", pipe=theirs, model=target)
         for value in (6.0, 7.0):

@@ -259,7 +259,6 @@ class DistributedWeightSyncScheme(RemoteScheme):
         timeout: see RemoteScheme.
         partial: see RemoteScheme.
         dtype: see RemoteScheme.
-        checksum: see RemoteScheme.
 
     init_on_sender() takes `store`, which all ranks use (else the default process group's); `ranks`, or `num_workers`
     for the ranks 1 to num_workers (else every rank but this one); `model` (or `source_model`). init_on_worker() takes
@@ -283,7 +282,6 @@ class DistributedWeightSyncScheme(RemoteScheme):
         timeout: float | None = 60.0,
         partial: bool = False,
         dtype: Dtypes = None,
-        checksum: bool = False,
     ) -> None:
         super().__init__(
             strategy,
@@ -293,7 +291,6 @@ class DistributedWeightSyncScheme(RemoteScheme):
             timeout=timeout,
             partial=partial,
             dtype=dtype,
-            checksum=checksum,
         )
         if backend != "gloo":
             raise ValueError(f'backend is "gloo", not {backend!r}; weights on a GPU are fetched before they are sent')

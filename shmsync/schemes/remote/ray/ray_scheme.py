@@ -104,7 +104,6 @@ class ActorScheme(RemoteScheme):
         timeout: float | None = 60.0,
         partial: bool = False,
         dtype: Dtypes = None,
-        checksum: bool = False,
     ) -> None:
         super().__init__(
             strategy,
@@ -114,7 +113,6 @@ class ActorScheme(RemoteScheme):
             timeout=timeout,
             partial=partial,
             dtype=dtype,
-            checksum=checksum,
         )
         check_tensor_transport(tensor_transport)
         self.tensor_transport: TensorTransport = tensor_transport
@@ -140,7 +138,6 @@ class RayWeightSyncScheme(ActorScheme):
         timeout: see RemoteScheme.
         partial: see RemoteScheme.
         dtype: see RemoteScheme.
-        checksum: see RemoteScheme.
         tensor_transport: how Ray moves the weights, "object_store" or "nixl".
 
     init_on_sender() takes `remote_collectors` (a list of actors, read again at each send: actors may join and leave),
@@ -219,7 +216,6 @@ class RayModuleTransformScheme(ActorScheme):
         timeout: see RayWeightSyncScheme.
         partial: see RayWeightSyncScheme.
         dtype: see RayWeightSyncScheme.
-        checksum: see RayWeightSyncScheme.
 
     init_on_sender() takes `actor_refs`, `actors` or `remote_collectors`, and `source_model` (or `model`); each as an
     argument or by the context, which is held weakly. It raises ValueError when neither actors nor a context are given,
@@ -239,7 +235,6 @@ class RayModuleTransformScheme(ActorScheme):
         timeout: float | None = 60.0,
         partial: bool = False,
         dtype: Dtypes = None,
-        checksum: bool = False,
     ) -> None:
         super().__init__(
             strategy,
@@ -250,7 +245,6 @@ class RayModuleTransformScheme(ActorScheme):
             timeout=timeout,
             partial=partial,
             dtype=dtype,
-            checksum=checksum,
         )
 
     @override
