@@ -38,7 +38,7 @@ planted-faults: $(STAMP)
 DEVICE ?= simulated
 ON_DEVICES := engine unit/source/test_layouts.py unit/bind/test_verify.py
 SCHEMES_ON_DEVICES := $(addprefix conformance/,\
-  $(addprefix sends/test_,cast.py many_sends.py partial.py receive.py refused.py send.py together.py) \
+  $(addprefix sends/test_,cast.py many_sends.py partial.py receive.py refused.py send.py) \
   $(addprefix trouble/test_,death.py own_loop.py own_messages.py threads.py))
 test-device: $(STAMP)
 	export SHMSYNC_TEST_DEVICE=$(DEVICE) && $(PYTEST) -n $(JOBS) --choice covering \

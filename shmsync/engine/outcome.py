@@ -123,15 +123,6 @@ class Outcome:
             missing=[*self.late, *self.dead],
         )
 
-    def not_ready(self, result: str, what: str, why: str, version: int) -> AckTimeout:
-        """The error of a call that stops half way because of the late; `what` is what they did not do."""
-        more = "".join(f"; {each}" for each in [*self.about_late()[1:], *self.about_dead()])
-        return AckTimeout(
-            f"{result}: {self._named(self.late)} did not {what} in time{more}, and {why}",
-            version=version,
-            missing=[*self.late, *self.dead],
-        )
-
     def closing(self, what: str, version: int | None) -> ClosedError:
         """The error of a wait that close() of another thread has ended."""
         return ClosedError(

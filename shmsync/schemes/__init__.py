@@ -13,7 +13,6 @@ if _TYPE_CHECKING:
     from ..engine.source.strategy import WeightStrategy
     from .api import TransportBackend, WeightSyncScheme
     from .none import NoWeightSyncScheme
-    from .pipes.multi_model import send_together
     from .pipes.multiprocess import MPTransport, MultiProcessWeightSyncScheme
     from .pipes.shared_memory import SharedMemTransport, SharedMemWeightSyncScheme
     from .receiver import WeightReceiver
@@ -43,7 +42,6 @@ __all__ = [
     "WeightStrategy",
     "WeightSyncScheme",
     "WeightUpdaterBase",
-    "send_together",
 ]
 
 
@@ -58,7 +56,6 @@ _HOMES = {  # the others are in remote/
     "WeightSender": ".sender",
     "WeightStrategy": "..engine.source.strategy",
     "WeightSyncScheme": ".api",
-    "send_together": ".pipes.multi_model",
 }
 
 

@@ -8,8 +8,8 @@ from math import inf as for_ever
 import pytest
 
 import shmsync
-from support.calls import naming, outcome
-from support.faults.failpoints import SLOTS, half_written, in_place, open_two, publish_two
+from support.calls import outcome
+from support.faults.failpoints import SLOTS, half_written, in_place
 from support.jobs.engine import attach, close_publisher, enter, open_arena, publish, read
 from support.processes import segment_path, segments
 from support.weights import stamped, stamps
@@ -228,22 +228,3 @@ def test_a_wait_for_acks(start, name, hold, point, slots, consistency):
             swept(name, handle)
         else:
             assert held.result() == 2
-
-
-@pytest.mark.parametrize("point", ["abort.numbered"])
-def test_several_arenas_of_which_one_has_no_room(start, name, hold, point, consistency):
-    """The others were marked as being written, and are given back as they were."""
-    writer = start()
-    first, second = writer.call(open_two, name)
-    with shmsync.Subscriber(second, worker=0) as pinning, shmsync.Subscriber(first, consistency=consistency) as sub:
-        with pinning.read():
-            held = hold(writer, point).run(publish_two, 2, SHORT)
-            closed = consistency == "pinned" and not held.killed
-            assert seen(sub, consistency, for_ever if held.killed else SHORT) == ("WriterBusy" if closed else 1)
-            if held.killed:
-                return
-            with naming(shmsync.ReaderStalled, [0]):
-                held.result()
-        assert writer.call(publish_two, 2, 10.0) == [2, 2]
-        assert seen(sub, consistency, for_ever) == 2
-        assert read(pinning) == (2, 2, 2)

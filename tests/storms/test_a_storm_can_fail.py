@@ -22,8 +22,8 @@ def a_torn_leaf(patch):
     """One leaf of what is sent now and then is that of the weights before."""
     become = Weather.become
 
-    def torn(self, number, pair=0):
-        become(self, number, pair)
+    def torn(self, number):
+        become(self, number)
         if number % 7 == 0:
             with torch.no_grad():
                 self.leaves[2].copy_(leaf(number - 1, 2))

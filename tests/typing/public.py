@@ -12,7 +12,6 @@ from torch import nn
 
 import shmsync
 from shmsync.collectors import CollectorStats, MultiprocessCollector
-from shmsync.schemes import send_together
 
 
 def trainer(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -86,7 +85,6 @@ def sender(policy: nn.Module, pipes: list[Any]) -> None:
     assert_type(sender.send(policy, [0], timeout=1.0), int)
     assert_type(sender.send_async(), int)
     assert_type(sender.wait_async(), int)
-    assert_type(send_together({sender: None}), int)
     with shmsync.MultiProcessWeightSyncScheme(partial=True, dtype={"*.weight": torch.bfloat16}) as several:
         assert_type(several, shmsync.MultiProcessWeightSyncScheme)
         assert_type(several.make_strategy(), shmsync.WeightStrategy)

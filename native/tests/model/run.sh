@@ -120,16 +120,6 @@ mutant POSTED_IS_DONE        $f ''
 mutant FORGIVEN              $f ''
 mutant DEATH_UNSEEN          $f ''
 
-t=together.pml
-design 'meetings: two, private copies'                $t -DSHARED=0
-design 'meetings: two, arenas'                        $t -DSHARED=1
-mutant ONE_BY_ONE            $t ''
-mutant RESUME_APPLIES        $t ''
-mutant NO_REFUSAL            $t ''
-mutant PUBLISH_EARLY         $t '-DSHARED=1 -DMEETINGS=1'
-mutant NO_LOOK_AT_CLOCK      $t '-DSHARED=1 -DMEETINGS=1'
-mutant NO_GRACE              $t '-DSHARED=1 -DMEETINGS=1'
-
 d=device.pml
 design 'device: in place'                             $d -DSLOTS=1 -DPUBLISHES=2
 design 'device: 2 slots'                              $d -DSLOTS=2 -DPUBLISHES=2

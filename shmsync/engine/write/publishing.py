@@ -1,9 +1,8 @@
-"""Carry out checked plans, in one arena or in several at once: get a slot to write, write, commit, wait for acks."""
+"""Carry out a checked plan in one arena: get a slot to write, write, commit, wait for acks."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 from ..copy.copy_plan import CopyPlan
 from .acks import Acks
@@ -27,7 +26,7 @@ def publish_plan(
     started = time.perf_counter()
     try:
         if not side.begin_at_once(version):
-            begin_all([side], deadline, version)
+            begin(side, deadline, version)
         side.write(plan, after)
         side.add_sums(deadline)
         version = side.commit()
@@ -40,50 +39,20 @@ def publish_plan(
     return version
 
 
-def publish_plans(plans: Sequence[tuple[WriteSide, CopyPlan]], version: int | None, deadline: float) -> list[int]:
-    """Carry out each plan in its arena: all of the versions become visible, or none does. Waits for no acks."""
-    for side, plan in plans:
-        if not plan.conversions.none:
-            side.writes.order(plan, None, deadline)
-            plan.conversions.stage()
-    started = time.perf_counter()
-    versions = []
-    uncommitted = [side for side, _ in plans]
-    try:
-        begin_all(uncommitted, deadline, version)
-        for side, plan in plans:
-            side.write(plan)
-        for side, _ in plans:
-            side.add_sums(deadline)
-        while uncommitted:
-            versions.append(uncommitted[0].commit())
-            uncommitted.pop(0).counts.published(time.perf_counter() - started)
-    except BaseException:
-        for side in uncommitted:
-            side.undo()
-        raise
-    return versions
+def begin(side: WriteSide, deadline: float, version: int | None = None) -> None:
+    """Get a slot to write, or raise with nothing written; the caller undoes.
 
+    The gate does not stay closed for a process that is stopped: it is opened until that goes on, so that other readers
+    go on with the old version. A reader that runs is waited for with the gate closed, since it leaves its section soon.
 
-def begin_all(sides: Sequence[WriteSide], deadline: float, version: int | None = None) -> None:
-    """Get a slot to write in each of these, or raise with nothing written; the caller undoes.
-
-    No gate stays closed for a process that is stopped: all are opened until it goes on, so that other readers go on
-    with the old version. A reader that runs is waited for with the gates closed, since it leaves its section soon.
-
-    version: the one that is written next, None for each one's own.
+    version: the one that is written next, None for the next.
     """
-    for side in sides:
-        side.touched = False
-        side.pin_wait.died.clear()
+    side.touched = False
+    side.pin_wait.died.clear()
     while True:
-        for side in sides:
-            if version is not None:
-                side.skip_to(version)
-            if not side.begin(deadline):
-                break
-        else:
+        if version is not None:
+            side.skip_to(version)
+        if side.begin(deadline):
             return
-        for each in sides:
-            each.writer.abort()
+        side.writer.abort()
         side.wait_while_stopped(deadline)

@@ -16,7 +16,7 @@ from ...memory.dynamo import disable
 from ..adopt.optimizer_hooks import Section, StepGate
 from ..deadlines import deadline_after
 from .acks import Acks
-from .publishing import begin_all
+from .publishing import begin
 from .writing import WriteSide
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Update(_native.Scope):
         if side.arena.slots == 1:
             side.arena.weights(0, writable=True)  # the first time it imports tensordict: before the gate closes
         if not side.begin_at_once():
-            begin_all([side], deadline_after(self._timeout, side.timeout))
+            begin(side, deadline_after(self._timeout, side.timeout))
         if side.arena.slots > 1:
             side.carry(None)
         elif side.adopted is not None:

@@ -219,7 +219,7 @@ class WriteSide:
             )
 
     def begin_at_once(self, version: int | None = None) -> bool:
-        """Get a slot to write if no wait is needed, which is nearly always; False: call begin_all()."""
+        """Get a slot to write if no wait is needed, which is nearly always; False: call begin() of publishing."""
         if version is not None:
             self.skip_to(version)
         self.pin_wait.died.clear()
@@ -227,7 +227,7 @@ class WriteSide:
         return self.writes.at_once and self._writer.begin()
 
     def begin(self, deadline: float) -> bool:
-        """Get a slot to write, or raise with nothing written; the caller undoes. Called by begin_all().
+        """Get a slot to write, or raise with nothing written; the caller undoes. publishing.begin() calls it.
 
         False: a stopped process is in the only slot. It may never continue, and the gate keeps all other readers out.
         """

@@ -33,17 +33,14 @@ class Plan(NamedTuple):
     discard: Callable[[], None]
 
 
-def write(plans: Sequence[Plan], version: int, deadline: float) -> None:
-    """Make all of the plans real, or none."""
-    publications = [publication for plan in plans for publication in plan.publications]
+def write(plan: Plan, version: int, deadline: float) -> None:
+    """Make the plan real: publish in its arenas, then accept it; discard it when that fails."""
     try:
-        publish_all(publications, version, deadline)
+        publish_all(plan.publications, version, deadline)
     except BaseException:
-        for plan in plans:
-            plan.discard()
+        plan.discard()
         raise
-    for plan in plans:
-        plan.accept()
+    plan.accept()
 
 
 class ArenaOptions(NamedTuple):

@@ -113,17 +113,6 @@ def forget(links: Mapping[int, Link], tags: Mapping[int, Sequence[Tag]]) -> None
             link.end.forget(tag)
 
 
-def deliver(links: Mapping[int, Link], deadline: float) -> list[int]:
-    """Write what was sent to these workers into their pipes. Returns the workers whose pipes did not take all of it."""
-    while True:
-        waiting = {index: link for index, link in links.items() if not link.dead and link.channel.unsent}
-        if not waiting or time.monotonic() >= deadline:
-            return sorted(waiting)
-        LinkPoll(waiting).wait(waiting, deadline)
-        for link in waiting.values():
-            link.end.pump()
-
-
 class Watched(Protocol):
     """A worker that a LinkPoll can watch: a Link, or the process of a collector."""
 

@@ -3,15 +3,8 @@
     sender → worker   ((model_id, weights), "update_weights")            weights by value
                       ((model_id, version), "update_weights")            they lie in an arena, at this version
                       ((model_id, handle), "register_shared_weights")    where the arena is
-                      ((model_ids, (number, version, deadline)), "prepare_weights")
-                                                                         stay in receive() until all of these models are
-                                                                         there at this version,
-                      ((model_ids, (number, version, deadline)), "resume")
-                                                                         or until this says that they do not come; after
-                                                                         the deadline, a monotonic time, no send waits
     worker → sender   (None, "updated") and (None, "registered")
                       ((model_id, version), "updated")                   for a version in an arena
-                      (None, "prepared")
                       (failure, "failed")
                       ((model_id, model_ids), "no receiver")             no answer: that model has no receiver there so
                                                                          far, only these have
@@ -30,15 +23,12 @@ from ...memory.control.segment import Handle
 
 UPDATE = "update_weights"
 REGISTER = "register_shared_weights"
-PREPARE = "prepare_weights"
-RESUME = "resume"
 UPDATED = "updated"
 REGISTERED = "registered"
-PREPARED = "prepared"
 FAILED = "failed"
 UNKNOWN = "no receiver"
-ANSWERS = (UPDATED, REGISTERED, PREPARED, FAILED)
-MESSAGES = (UPDATE, REGISTER, PREPARE, RESUME)
+ANSWERS = (UPDATED, REGISTERED, FAILED)
+MESSAGES = (UPDATE, REGISTER)
 
 
 class Tag(NamedTuple):
@@ -71,8 +61,8 @@ class Message(NamedTuple):
     """A message as its worker understands it."""
 
     kind: str
-    model_id: str  # of PREPARE and RESUME: ""
-    content: Any  # weights, a version, a handle; model ids and a number
+    model_id: str
+    content: Any  # weights, a version, a handle
     tag: Tag | None  # None: from a sender that tags nothing
     worker: int | None = None  # of REGISTER: the index that the sender has given this worker
     sender: int = 0  # of UPDATE with weights: the owner word of the process that has sent them; 0: unknown
@@ -81,8 +71,6 @@ class Message(NamedTuple):
     def of(cls, message: Any) -> Message:
         """Of what was read from the pipe."""
         (model_id, content), kind = message
-        if kind in (PREPARE, RESUME):
-            return cls(kind, "", (frozenset(model_id), content), Tag(kind, content[0]))
         tag, who = (message.tag, message.who) if isinstance(message, Tagged) else (None, None)
         if kind == REGISTER:
             return cls(kind, model_id, content, Tag(model_id, 0), who)
@@ -92,16 +80,10 @@ class Message(NamedTuple):
 
 
 def given_message(content: Any, model_id: str, worker: int | None) -> Message:
-    """What a worker's own loop has read: a whole message, (model_id, content), or the content for this model alone.
-
-    Raises ValueError for a part of what send_together() sends first and last: only the word tells these two apart.
-    """
+    """What a worker's own loop has read: a whole message, (model_id, content), or the content for this model alone."""
     if is_message(content):
         message = Message.of(content)
         return message._replace(worker=worker if message.worker is None else message.worker)
-    meeting = content[1] if type(content) is tuple and len(content) == 2 else content
-    if _is_meeting(meeting):
-        raise ValueError("this is a part of a message of send_together(); give apply_weights() the whole message")
     if type(content) is tuple and len(content) == 2 and isinstance(content[0], str):  # no Handle, which is a tuple too
         model_id, content = content
     if isinstance(content, Handle):
@@ -114,7 +96,7 @@ def is_message(message: object) -> bool:
     """Is it one of ours, for a worker?"""
     if not (is_answer_like(message) and isinstance(message, tuple) and message[1] in MESSAGES):
         return False
-    return _is_pair(message[0]) and isinstance(message[0][0], (str, tuple))
+    return _is_pair(message[0]) and isinstance(message[0][0], str)
 
 
 def wrong_with(message: Any) -> str | None:
@@ -129,10 +111,6 @@ def wrong_with(message: Any) -> str | None:
             return f"{word!r} about {reprlib.repr(content)}, which is no (model id, model ids)"
     if isinstance(content, Failure) and not (content.tag is None or is_tag(content.tag)):
         return f"{word!r} with the tag {reprlib.repr(content.tag)}, which is no (model id, version)"
-    if word in (PREPARE, RESUME):
-        ids, meeting = content
-        if not (isinstance(ids, tuple) and all(isinstance(each, str) for each in ids) and _is_meeting(meeting)):
-            return f"{word!r} with {reprlib.repr(content)}, which is no call to come together"
     if word == REGISTER and not (isinstance(content[0], str) and isinstance(content[1], Handle)):
         return f"{word!r} with {reprlib.repr(content)}, which is no (model id, handle)"
     return None
@@ -145,10 +123,6 @@ def is_tag(tag: object) -> bool:
 
 def _is_pair(content: object) -> TypeGuard[tuple[Any, Any]]:
     return isinstance(content, tuple) and len(content) == 2
-
-
-def _is_meeting(content: object) -> bool:
-    return isinstance(content, tuple) and [type(each) for each in content] == [int, int, float]
 
 
 def is_answer_from_us(message: object) -> bool:

@@ -6,14 +6,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from ... import _native
 from ...engine.deadlines import slice_until
 from ...engine.outcome import Failure
 from ...engine.source.pickling import dumps, small
-from ...errors import AckTimeout, ProtocolError, WriterDied
+from ...errors import ProtocolError, WriterDied
 from ...memory.slab.memfd import reachable
 from ...memory.system.process import dead_parent, me
 from . import messages
@@ -32,7 +32,6 @@ class WorkerEnd:
         self._given: Message | None = None  # by take(); ack() answers it
         self._reported: set[Tag] = set()  # messages for models without a receiver here, which the sender knows
         self._reached: dict[int, bool] = {}  # by owner word of a sender
-        self._together: dict[str, tuple[int, int]] = {}  # what a meeting brings of a model: (its number, version)
         self._looked = 0.0  # when the sender's process was last looked for
 
     @classmethod
@@ -116,11 +115,10 @@ class WorkerEnd:
         A receiver may be made later, so the message is kept; of weights the newest.
         """
         for message in list(self._messages):
-            if message.kind not in (messages.UPDATE, messages.PREPARE) or message.tag is None:
+            if message.kind != messages.UPDATE or message.tag is None:
                 continue
-            ids = [message.model_id] if message.kind == messages.UPDATE else sorted(message.content[0])
-            if message.tag not in self._reported and not any(model_id in self.receivers for model_id in ids):
-                content = (", ".join(ids), tuple(sorted(self.receivers)))
+            if message.tag not in self._reported and message.model_id not in self.receivers:
+                content = (message.model_id, tuple(sorted(self.receivers)))
                 self.channel.send(small(messages.Tagged((content, messages.UNKNOWN), message.tag, me().owner)))
                 self._reported.add(message.tag)
                 older = [m for m in self._messages if (m.kind, m.model_id) == (messages.UPDATE, message.model_id)][:-1]
@@ -128,28 +126,6 @@ class WorkerEnd:
                     self._messages.remove(each)
         if self._reported:
             self._reported &= {message.tag for message in self._messages if message.tag is not None}
-
-    def only_together(self, number: int, version: int, model_ids: Iterable[str]) -> None:
-        """From now on this version of these models is refused when it comes alone; until meeting_over()."""
-        with self.lock:
-            self._together.update(dict.fromkeys(model_ids, (number, version)))
-
-    def meeting_over(self, number: int) -> None:
-        """Nothing more comes for this meeting: the version may come again, as resend() brings it."""
-        with self.lock:
-            self._together = {each: meeting for each, meeting in self._together.items() if meeting[0] != number}
-
-    def check_not_alone(self, message: Message) -> None:
-        """Raise AckTimeout if this belongs to a meeting from which not everything came in time."""
-        if self._together and message.tag is not None and message.model_id in self._together:
-            number, version = self._together[message.model_id]
-            if message.tag.version == version:
-                others = [each for each, meeting in self._together.items() if meeting[0] == number]
-                raise AckTimeout(
-                    f"version {version} of {', '.join(map(repr, sorted(others)))} was sent together, and not all of it "
-                    "came in time: this worker keeps what it had of each. Send them together again",
-                    version=version,
-                )
 
     def _look_for_sender(self) -> None:
         # With fork the siblings hold the sender's end too, so that its death does not end the pipe.
@@ -162,7 +138,7 @@ class WorkerEnd:
             raise WriterDied(f"the sender (pid {sender}) died, so no weights will come; leave the loop")
 
     def answer(self, message: Message, word: str) -> None:
-        """Say that it was applied, registered, or is awaited."""
+        """Say that it was applied or registered."""
         tag = message.tag
         if tag is None:
             payload = small((None, word))

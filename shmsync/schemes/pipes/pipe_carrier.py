@@ -72,15 +72,12 @@ class PipeCarrier(ABC):
             )
         return links
 
-    def next_version(self, model_id: str, links: Mapping[int, Link]) -> int:
-        """One that no sender used for this model on these pipes: a late answer never counts for a newer message."""
-        used = max((link.end.highest.get(model_id, 0) for link in links.values()), default=0)
-        return max(self.version(model_id), used) + 1
-
     def post(self, model_id: str, weights: Any, links: dict[int, Link], deadline: float) -> Posted:
         """Make weights the next version, and send it to these workers."""
-        version = self.next_version(model_id, links)
-        write([self.plan(model_id, weights, links, version)], version, deadline)
+        # No sender used this number for the model on these pipes: a late answer never counts for a newer message.
+        used = max((link.end.highest.get(model_id, 0) for link in links.values()), default=0)
+        version = max(self.version(model_id), used) + 1
+        write(self.plan(model_id, weights, links, version), version, deadline)
         return self.notify(model_id, version, links)
 
     def notify(self, model_id: str, version: int, links: dict[int, Link]) -> Posted:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from typing_extensions import override
@@ -17,7 +16,6 @@ from ..link.messages import Message, given_message
 from ..link.worker_end import WorkerEnd
 from ..receiver import WeightReceiver
 
-_GRACE = 0.5  # seconds from the deadline of a send_together() to the moment when its workers go on without it
 _log = logging.getLogger("shmsync")
 
 
@@ -44,9 +42,6 @@ class PipeReceiver(WeightReceiver):
 
         Weights that cannot be applied raise in the sender. Here they are logged, and the model keeps what it had.
 
-        A send_together() keeps the worker in here, beyond `timeout`, until all of its models are there: at most as long
-        as that call has time, and not beyond the death of its sender.
-
         Raises ValueError when no model is registered, WriterDied when the sender is gone, ProtocolError when what comes
         over the pipe is no message.
         """
@@ -61,7 +56,7 @@ class PipeReceiver(WeightReceiver):
                 end.receivers[self._model_id] = self
         if not self._has_news and (message := end.quick(deadline)) is not None:
             if message.kind == messages.UPDATE and message.model_id == self._model_id and self._ready():
-                _apply([(self, message)])
+                self._apply(message)
                 if not end.channel.readable:
                     news, self._has_news = self._has_news, False
                     return news
@@ -93,11 +88,8 @@ class PipeReceiver(WeightReceiver):
         if self._transport is None:
             raise ValueError(f"the receiver of {self._model_id!r} has no pipe; call init_on_worker() first")
         message = given_message(weights, self._model_id, self._worker_idx)
-        if message.kind in (messages.PREPARE, messages.RESUME):
-            self._receive_jointly(message)
-        else:
-            with self._end.lock:
-                self._apply_given(message)
+        with self._end.lock:
+            self._apply_given(message)
 
     def _apply_given(self, message: Message) -> None:
         end, word = self._end, messages.UPDATED
@@ -109,7 +101,6 @@ class PipeReceiver(WeightReceiver):
                     f"that model; make one for {message.model_id!r}"
                 )
             if message.kind == messages.UPDATE:
-                end.check_not_alone(message)
                 receiver._use_given(message)
             else:
                 receiver._attach(message)
@@ -134,74 +125,37 @@ class PipeReceiver(WeightReceiver):
         return receiver
 
     def _concerns(self, message: Message) -> bool:
-        if message.model_id:
-            return self._serves(message.model_id) is not None
-        return message.kind == messages.RESUME or any(self._serves(model_id) for model_id in message.content[0])
+        return self._serves(message.model_id) is not None
 
     def _handle(self, message: Message) -> None:
-        if message.kind in (messages.PREPARE, messages.RESUME):
-            self._receive_jointly(message)
-        else:
-            with self._end.lock:
-                receiver = self._serves(message.model_id)
-                if receiver is None:  # its own thread was quicker
-                    self._end.put_back(message)
-                elif message.kind == messages.UPDATE:
-                    _apply([(receiver, message)])
-                else:
-                    try:
-                        receiver._attach(message)
-                    except Exception as error:
-                        receiver._refused(message, error)
-                    else:
-                        self._end.answer(message, messages.REGISTERED)
-
-    def _receive_jointly(self, first: Message) -> None:
-        """Apply several models at once, or none. No forward runs in here, so none sees one new and another old."""
-        end = self._end
-        ids, (number, version, deadline) = first.content
-        if first.kind == messages.RESUME:  # of a meeting that this worker has left already
-            end.meeting_over(number)
-            return
-        served = {model_id: receiver for model_id in ids if (receiver := self._serves(model_id)) is not None}
-        end.only_together(number, version, served)  # an error or an interrupt may end the wait, too
-        end.answer(first, messages.PREPARED)
-
-        def belongs(message: Message) -> bool:
-            ends = message.kind == messages.PREPARE or (
-                message.kind == messages.RESUME and message.content[1][0] == number
-            )
-            return ends or message.model_id in served
-
-        arrived: dict[str, Message] = {}
-        superseded: list[Message] = []
-        over = False  # can no more messages of this meeting arrive?
-        while len(arrived) < len(served) and not over:
-            message = end.next(belongs, time.monotonic() + 0.05)
-            if message is None:
-                if time.monotonic() >= deadline + _GRACE:  # its sender was stopped, or does not write the rest
-                    break
-            elif message.kind == messages.PREPARE:  # the sender has given this meeting up
-                end.put_back(message)
-                over = True
-            elif message.kind == messages.RESUME:
-                over = True
-            elif message.kind == messages.UPDATE and message.tag is not None and message.tag.version >= version:
-                superseded += [arrived[message.model_id]] if message.model_id in arrived else []
-                arrived[message.model_id] = message
-            else:  # a registration, or an earlier send of this model alone
-                self._handle(message)
-        with end.lock:
-            if len(arrived) == len(served):
-                end.meeting_over(number)
-                _apply([(served[model_id], message) for model_id, message in arrived.items()])
+        with self._end.lock:
+            receiver = self._serves(message.model_id)
+            if receiver is None:  # its own thread was quicker
+                self._end.put_back(message)
+            elif message.kind == messages.UPDATE:
+                receiver._apply(message)
             else:
-                for model_id, message in arrived.items():  # refused, unless they are newer than this meeting
-                    _apply([(served[model_id], message)])
-                if over:
-                    end.meeting_over(number)
-        for message in superseded:
-            end.answer(message, messages.UPDATED)
+                try:
+                    word = receiver._attach_or_prove(message)
+                except Exception as error:
+                    receiver._refused(message, error)
+                else:
+                    self._end.answer(message, messages.REGISTERED)
+
+    def _apply(self, message: Message) -> None:
+        """Apply these weights, and answer.
+
+        What they cannot be applied for raises in the sender. A receiver without a model raises here too, since that is
+        the worker's mistake.
+        """
+        try:
+            self._checked(message)()
+        except Exception as error:
+            self._refused(message, error)
+            self.model()  # or raise
+            return
+        self._has_news = True
+        self._end.answer(message, messages.UPDATED)
 
     def _refused(self, message: Message, error: Exception) -> None:
         reason = str(error)  # a kept log record keeps no weights alive
@@ -235,27 +189,3 @@ class PipeReceiver(WeightReceiver):
 
     def _use_news(self) -> None:
         """receive() returns True: `version` is what was applied, in whatever thread."""
-
-
-def _apply(given: Sequence[tuple[PipeReceiver, Message]]) -> None:
-    """Apply the weights of these models, or none of them, and answer.
-
-    What they cannot be applied for raises in the sender. A receiver without a model raises here too, since that is the
-    worker's mistake.
-    """
-    steps = []
-    try:
-        for receiver, message in given:
-            receiver._end.check_not_alone(message)
-            steps.append(receiver._checked(message))
-        for step in steps:
-            step()
-    except Exception as error:
-        for receiver, message in given:
-            receiver._refused(message, error)
-        for receiver, _ in given:
-            receiver.model()
-        return
-    for receiver, message in given:
-        receiver._has_news = True
-        receiver._end.answer(message, messages.UPDATED)

@@ -9,7 +9,6 @@ from typing_extensions import override
 
 from ..context_args import chosen_workers
 from ..link.send_lock import SendLock, hold_all
-from ..link.sender_end import Link
 from ..sender import WeightSender
 from .pipe_carrier import PipeCarrier, Posted
 from .pipe_transport import WorkerTransport
@@ -96,10 +95,6 @@ class PipeSender(WeightSender):
         # Two senders of one model over one pipe would give their weights the same number, or replace each other's.
         shared = [link.end.send_locks(self.model_id) for link in list(self.carrier.links.values())]
         return [*super().send_locks(), *shared]
-
-    def links(self, worker_ids: int | Sequence[int] | None) -> dict[int, Link]:
-        """The workers that are meant, the dead too. Raises ValueError for one that is not registered."""
-        return {index: self.carrier.links[index] for index in self._chosen(worker_ids)}
 
     @override
     def _post(self, weights: Any, workers: list[int], deadline: float) -> Posted:

@@ -9,6 +9,7 @@ from tensordict import TensorDictBase
 from torch import nn
 from typing_extensions import override
 
+from ...engine.arena_writer import ArenaWriter
 from ...engine.deadlines import check_worker
 from ...engine.publish_all import Publication, publish_all
 from ...engine.publisher import Publisher, writer_of
@@ -42,7 +43,7 @@ class SharedMemCarrier(PipeCarrier):
         self._strategy = WeightStrategy(partial=publishers.options.partial, dtype=publishers.options.dtype)
         self._joined: dict[str, dict[int, Link]] = {}  # the workers that the handle of the arena was sent to
         self._unconfirmed: dict[str, set[int]] = {}  # workers that have not answered it
-        self._routes: dict[str, tuple[Route, Publication]] = {}
+        self._routes: dict[str, tuple[Route, ArenaWriter]] = {}
         self._copies: dict[str, PlainCopy] = {}  # how the plain TensorDicts get what is sent
         self._sent: dict[str, int] = {}  # versions of models whose only copy is the user's own memory
         self._set_up: set[str] = set()  # the models that have a sender
@@ -212,19 +213,19 @@ class SharedMemCarrier(PipeCarrier):
             return False
         route = Route(self.links)
         if route.complete:
-            self._routes[model_id] = route, Publication(writer_of(publisher), None, self.publishers.optional(model_id))
+            self._routes[model_id] = route, writer_of(publisher)
         return route.complete
 
     def post_common(self, model_id: str, weights: Any, deadline: float) -> Posted:
         """As post(), in the case that is_common(). The result has the workers that have not answered in a moment."""
-        route, publication = self._routes[model_id]
+        route, writer = self._routes[model_id]
         copy, version = self._copies.get(model_id), None
-        if model_id not in self.plain or (copy is not None and copy.good_for(publication.writer)):
+        if model_id not in self.plain or (copy is not None and copy.good_for(writer)):
             if isinstance(weights, nn.Module):
-                due = Publication(publication.writer, weights, publication.optional)
+                due = Publication(writer, weights, self.publishers.optional(model_id))
                 (version,) = publish_all([due], None, deadline)
             else:
-                version = publication.writer.publish_like(weights, deadline)
+                version = writer.publish_like(weights, deadline)
         if version is None:  # post() checks the weights, and the TensorDict of the user's own
             return self.post(model_id, weights, self.reach(model_id, list(self.links)), deadline)
         if copy is not None and weights is not self.plain[model_id]:

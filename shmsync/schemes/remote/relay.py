@@ -50,7 +50,7 @@ class Relay:
             model_id, version = stamp.model_id, stamp.version
             if self._publishers.version(model_id) < version:  # else this message came late, and there is newer
                 plan = self._publishers.plan(model_id, weights, [ALL], version, _READERS)
-                write([plan], version, deadline)
+                write(plan, version, deadline)
             publisher = self._publishers.publisher(model_id, ALL)
             return Announcement(stamp._replace(version=publisher.version), publisher.handle)
 

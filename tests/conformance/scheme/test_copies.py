@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from shmsync.errors import ProtocolError
-from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, send_together
+from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from support.calls import Call
 from support.conformance.nets import Stamped
 from support.conformance.rigs import PipeRig
@@ -27,7 +27,7 @@ def test_copy_of_a_sender_says_that_it_has_no_workers(rig, way, sent):
         rig.deliver(Stamped(1))
     made = COPIES[way](rig.sender)
     assert made.worker_ids == []
-    for call in (made.send, made.send_async, made.update_weights, lambda net: send_together({made: net})):
+    for call in (made.send, made.send_async, made.update_weights):
         with pytest.raises(ProtocolError, match=r"has no workers; call register_worker\(\)"):
             call(Stamped(2))
     rig.deliver(Stamped(3))

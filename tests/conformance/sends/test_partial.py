@@ -1,7 +1,6 @@
 """partial=True: weights may lack leaves, and only those that are given change. In every scheme."""
 
 import select
-from functools import partial
 
 import pytest
 import torch
@@ -15,10 +14,9 @@ from shmsync.schemes import (
     SharedMemWeightSyncScheme,
     WeightStrategy,
     WeightSyncScheme,
-    send_together,
 )
 from shmsync.schemes.link.connection import Channel
-from support.calls import Call, meanwhile, naming
+from support.calls import Call, naming
 from support.conformance.nets import Stamped, Tied, ask, held, leaf
 from support.conformance.rigs import KINDS, Address, CallRig, CallScheme, PipeRig, rigs
 from support.conformance.table import in_processes, over_pipes
@@ -248,20 +246,7 @@ def test_new_relay_gets_whole_weights(rig_of):
         assert held(net) == {"layer.weight": 1, "layer.bias": 2, "count": 3}
 
 
-# ---- together, and aliased
-
-
-@pytest.mark.parametrize("kind", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
-def test_parts_of_several_models_are_sent_together(kind, rig_of):
-    first = rig_of(PipeRig, kind, partial=True)
-    one, other = first.receivers
-    value, nets = first.add_model("value")
-    with meanwhile(partial(one.receive, timeout=0.01)), meanwhile(partial(other.receive, timeout=0.01)):
-        models = {first.sender: Stamped(1), value: Stamped(2)}
-        send_together(models, timeout=60)
-        send_together(dict(zip(models, (leaf(3), leaf(4, "count")), strict=True)), timeout=60)
-    assert is_one(first, layer__weight=1, layer__bias=3, count=1)
-    assert [held(net) for net in nets] == [{"layer.weight": 2, "layer.bias": 2, "count": 4}] * 2
+# ---- aliased
 
 
 def test_part_of_an_aliased_module(rig_of):

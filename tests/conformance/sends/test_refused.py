@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 import multiprocessing
-from multiprocessing import reduction
 
 import pytest
 import torch
 
 import shmsync
-from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, send_together
+from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from support.calls import Call
-from support.conformance import peers
 from support.conformance.nets import Stamped
 from support.conformance.rigs import PipeRig
 from support.conformance.table import MP, in_processes, only, over_pipes
-from support.processes import until_waits
 
 
 @in_processes
@@ -51,30 +46,6 @@ def test_what_one_worker_refused_is_refused_again_by_resend(fleet):
         with pytest.raises(shmsync.ManifestMismatch):
             call()
     assert fleet.stamps() == [0, 5, 5]
-
-
-@in_processes
-@over_pipes
-def test_send_together_goes_on_with_the_living_whoever_reported_the_death(fleet):
-    a, b = fleet.open("a", timeout=60.0), fleet.open("b", timeout=60.0)
-    send_together({a: Stamped(1), b: Stamped(1)})
-    fleet.workers[1].kill()
-    with pytest.raises(shmsync.WorkerDied):
-        a.send(Stamped(2))
-    for value in (3, 4):
-        send_together({a: Stamped(value), b: Stamped(value)})
-        for model_id in "ab":
-            assert fleet.stamps(model_id, [0, 2]) == [value] * 2
-    assert a.is_dead(1) and b.is_dead(1)
-    fleet.replace(1)
-    fleet.register(a, 1)
-    with pytest.raises(ValueError, match="different workers, or over different pipes"):
-        send_together({a: Stamped(5), b: Stamped(5)})
-    fleet.register(b, 1)
-    for model_id in "ab":
-        fleet.join(1, fleet.make(), model_id)
-    send_together({a: Stamped(6), b: Stamped(6)})
-    assert fleet.stamps("a") == fleet.stamps("b") == [6] * 3
 
 
 def a_worker(make, pipe):
@@ -115,33 +86,6 @@ def test_models_of_one_scheme_have_the_same_workers(pipes):
     scheme.init_on_sender("value", pipes=[pipes[0][0], pipes[1][0]])
     assert scheme.get_sender().worker_ids == [0, 1]
     scheme.shutdown()
-
-
-@pytest.mark.parametrize("make", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
-@pytest.mark.parametrize("end", ["killed", "stopped"])
-def test_a_receive_in_a_meeting_ends_when_its_sender_is_gone(pipes, start, make, end):
-    """The trainer waits for a second worker, which never comes; so the first waits in its receive()."""
-    trainer = start()
-    for ours, _ in pipes[:2]:
-        trainer.start(peers.take_pipes)
-        reduction.send_handle(trainer.conn, ours.fileno(), trainer.pid)
-        trainer.result()
-        ours.close()
-    receiver = a_worker(make, pipes[0][1])
-    trainer.start(peers.meet, make, math.inf if end == "killed" else 1.0)
-    with contextlib.ExitStack() as stack:
-        assert pipes[1][1].poll(60)  # the second worker was asked
-        receiving = Call(receiver.receive, 0.01)
-        until_waits(receiving, "_receive_jointly")
-        if end == "killed":
-            trainer.kill()
-            with pytest.raises(shmsync.WriterDied):
-                receiving.result()
-        else:
-            trainer.stop()
-            stack.callback(trainer.resume)
-            assert receiving.result() is False
-    receiver.close()
 
 
 @pytest.mark.parametrize("partial", [False, True])

@@ -9,7 +9,6 @@ import time
 import pytest
 
 import shmsync
-from shmsync.schemes import send_together
 from support.conformance import peers
 from support.conformance.nets import Stamped
 from support.conformance.table import MP, in_processes, only, over_pipes
@@ -63,22 +62,6 @@ def test_an_interrupt_in_a_send_leaves_every_pipe_usable(fleet, call):
     assert versions == sorted(set(versions)) and interrupted.landed() >= 20
     assert not any(sender.is_dead(index) for index in range(3))
     assert not sender.send_locks()[0].lock.locked()
-
-
-@over_pipes
-def test_an_interrupt_in_send_together_leaves_every_pipe_usable(fleet):
-    a, b = fleet.open("a", timeout=60.0), fleet.open("b", timeout=60.0)
-    number = 1
-    versions = [send_together({a: Stamped(1), b: Stamped(1)})]
-    with storm(0.008) as interrupted:
-        while interrupted.more():
-            number += 1
-            models = {a: Stamped(number), b: Stamped(number)}
-            if interrupted(lambda: send_together(models)):  # noqa: B023  # called at once
-                number += 1
-                versions.append(send_together({a: Stamped(number), b: Stamped(number)}))
-                assert fleet.stamps("a") == fleet.stamps("b") == [number] * 3
-    assert versions == sorted(set(versions)) and interrupted.landed() >= 20
 
 
 @pytest.mark.full  # seconds of interrupts

@@ -1,4 +1,4 @@
-"""Pipes that have a past: earlier senders, restarted schemes, workers that sit in a meeting that failed."""
+"""Pipes that have a past: earlier senders, restarted schemes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from shmsync.schemes import (
     SharedMemTransport,
     SharedMemWeightSyncScheme,
     WeightStrategy,
-    send_together,
 )
-from shmsync.schemes.pipes import multi_model as together
 from support.calls import Call
-from support.conformance.nets import Stamped, ask
+from support.conformance.nets import Stamped
 from support.conformance.rigs import PipeRig
 
 SCHEMES = [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme]
@@ -61,30 +59,6 @@ def test_a_late_answer_never_counts_for_another_transport_of_the_same_pipe(make,
             second.wait_ack()
     for transport in (first, second):
         getattr(transport, "close", lambda: None)()
-
-
-@pytest.mark.parametrize("make", SCHEMES)
-def test_a_worker_that_was_kept_out_of_a_meeting_comes_back(rig_of, make, monkeypatch):
-    rig = rig_of(PipeRig, make, nets=[Stamped(0)])
-    value, (net,) = rig.add_model("value")
-
-    def meet(number):
-        return rig.receive_until(Call(send_together, {rig.sender: Stamped(number), value: Stamped(number)}, timeout=60))
-
-    meet(1)
-    write = together.write
-
-    def interrupted(*args):
-        write(*args)
-        raise KeyboardInterrupt  # everything is written, and no worker was sent a message
-
-    monkeypatch.setattr(together, "write", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        meet(2)
-    monkeypatch.undo()
-    assert rig.receive_until(Call(value.send, Stamped(3), timeout=60)) > 1 and ask(net) == 3
-    meet(4)
-    assert (rig.stamps(), ask(net)) == ([4], 4)
 
 
 def test_a_worker_that_lost_its_place_in_the_queue_is_answered_by_hand():

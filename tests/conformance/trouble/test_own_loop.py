@@ -5,7 +5,7 @@ import time
 import pytest
 
 from shmsync.errors import AckTimeout, ManifestMismatch
-from shmsync.schemes import SharedMemWeightSyncScheme, send_together
+from shmsync.schemes import SharedMemWeightSyncScheme
 from support.conformance import own_loop
 from support.conformance.nets import Stamped
 from support.conformance.table import MP, SHM, in_processes, only, over_pipes
@@ -86,46 +86,6 @@ def test_model_without_a_receiver_is_named_to_the_sender(fleet, form):
         scheme.get_sender().send(Stamped(2), timeout=60)
     end(fleet)
     assert fleet.stamps() == [1, 1, 1]
-
-
-@over_pipes
-def test_loop_takes_part_in_a_meeting(fleet):
-    first, second = fleet.open("policy"), fleet.open("env.value_net")
-    begin(fleet, "message", "policy")
-    version = send_together({first: Stamped(3), second: Stamped(4)}, timeout=60)
-    assert end(fleet) == [[], [], []]
-    assert fleet.versions("policy") == fleet.versions("env.value_net") == [version] * 3
-    assert (fleet.stamps("policy"), fleet.stamps("env.value_net")) == ([3] * 3, [4] * 3)
-
-
-@over_pipes
-@pytest.mark.parametrize("form", ["pair", "content"])
-def test_loop_that_drops_the_word_of_a_meeting_is_late_for_it(fleet, form):
-    sender = fleet.open()
-    sender.send(Stamped(1))
-    begin(fleet, form, "policy")
-    with pytest.raises(AckTimeout, match="nothing was sent"):
-        send_together({sender: Stamped(2)}, timeout=1)
-    for errors in end(fleet):
-        assert errors and all("whole message" in error for error in errors)
-    assert fleet.stamps() == [1, 1, 1]
-    begin(fleet)
-    sender.send(Stamped(3), timeout=60)  # what it said of the meeting counts for nothing else
-    assert end(fleet) == [[], [], []]
-    assert fleet.stamps() == [3, 3, 3]
-
-
-@over_pipes
-def test_worker_that_refuses_a_meeting_calls_it_off(fleet):
-    sender = fleet.open()
-    fleet.hold()
-    fleet.workers[1].start(own_loop.strange_loop)
-    for worker in fleet.workers[::2]:
-        worker.start(own_loop.loop, "message", "policy")
-    with pytest.raises(RuntimeError, match="worker 1"):
-        send_together({sender: Stamped(2)}, timeout=1)
-    end(fleet)
-    assert fleet.stamps() == [0, 0, 0]
 
 
 @only(MP, SHM)

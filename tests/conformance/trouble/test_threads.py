@@ -8,7 +8,7 @@ import threading
 import pytest
 
 import shmsync
-from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, send_together
+from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from support.calls import Call
 from support.conformance import calls_of_senders as calls
 from support.conformance.nets import Stamped
@@ -89,7 +89,8 @@ def test_senders_of_one_model_share_the_pipes_in_several_threads(fleet):
 @over_pipes
 def test_every_call_of_a_sender_waits_for_its_turn(fleet):
     a, b = fleet.open("a"), fleet.open("b")
-    send_together({a: Stamped(1), b: Stamped(1)})
+    for each in (a, b):
+        each.send(Stamped(1))
     fleet.hold(2)
     other = Call(calls.outcome_of, a, "send", 1.0)
     until_waits(other, "send")
@@ -98,27 +99,14 @@ def test_every_call_of_a_sender_waits_for_its_turn(fleet):
         lambda: a.send_async(Stamped(5), timeout=0.1),
         lambda: a.wait_async(timeout=0.1),
         lambda: a.resend(timeout=0.1),
-        lambda: send_together({b: Stamped(5), a: Stamped(5)}, timeout=0.1),
     ):
         with pytest.raises(shmsync.WriterBusy, match="nothing was sent"):
             call()
     assert other.result()[0] == "AckTimeout"
     fleet.release(2)
-    assert send_together({a: Stamped(6), b: Stamped(6)}, timeout=60)
+    for each in (a, b):
+        each.send(Stamped(6), timeout=60)
     assert [fleet.stamps(model_id) for model_id in "ab"] == [[6, 6, 6]] * 2
-
-
-@in_processes
-@over_pipes
-def test_meetings_in_opposite_orders_in_two_threads_do_not_wait_for_each_other_for_ever(fleet):
-    a, b = fleet.open("a", timeout=60.0), fleet.open("b", timeout=60.0)
-
-    def meet(*senders):
-        return [send_together({sender: Stamped(number) for sender in senders}) for number in range(1, 11)]
-
-    found = [call.result() for call in (Call(meet, a, b), Call(meet, b, a))]
-    assert len({*found[0], *found[1]}) == 20
-    assert fleet.stamps("a") == fleet.stamps("b") == [10, 10, 10]
 
 
 class Sends:

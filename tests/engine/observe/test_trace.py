@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import shmsync
-from shmsync.engine.publish_all import Publication, publish_all
 from support.calls import Call
 from support.jobs import engine
 from support.processes import until, until_waits
@@ -105,18 +104,6 @@ def test_many_killed_workers_leave_whole_lines(file):
         assert len(of(file, "section")) > 1000
         assert {each["args"]["name"] for each in of(file, "process_name")} == {"trainer", "reader"}
         assert pub.publish(engine.stamped(2)) == 2
-
-
-def test_arenas_that_are_published_together_have_tracks_of_their_own(file):
-    with shmsync.Publisher({"t": torch.zeros(8)}) as one, shmsync.Publisher({"t": torch.zeros(8)}) as other:
-        with one.trace(file), other.trace(file):
-            together = [Publication(each._writer, {"t": torch.ones(8)}) for each in (one, other)]
-            for _ in range(3):
-                publish_all(together, None, time.monotonic() + 20)
-        tracks = {each["args"]["arena"]: each["tid"] for each in of(file, "publish")}
-        assert len(set(tracks.values())) == 2
-        named = {each["tid"]: each["args"]["name"] for each in of(file, "thread_name")}
-        assert named == {tracks[pub.name]: f"writer of {pub.name}" for pub in (one, other)}
 
 
 def test_a_verify_that_finds_the_gate_closed_shows_no_section(file):

@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 
-from shmsync.schemes import send_together
 from support.calls import Call
 from support.conformance.nets import Stamped
 from support.faults.interrupts import on_alarm
@@ -43,10 +42,7 @@ def outcome_of(sender, name, timeout, width=4):
     net = None if name in ("resend", "wait_async") else Stamped(7, width)
     start = time.monotonic()
     try:
-        if name == "together":
-            send_together({sender: net}, timeout=timeout)
-        else:
-            getattr(sender, name)(*([] if net is None else [net]), timeout=timeout)
+        getattr(sender, name)(*([] if net is None else [net]), timeout=timeout)
         said = "returned"
     except Exception as error:
         said = type(error).__name__

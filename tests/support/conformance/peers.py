@@ -15,9 +15,7 @@ import torch
 from tensordict import TensorDict
 
 import shmsync
-from shmsync.schemes.link import messages
 from shmsync.schemes.link.connection import Channel
-from shmsync.schemes.link.worker_end import WorkerEnd
 from support import holdings
 from support.conformance.contexts import Context, Failing, Lookup, Stubborn
 from support.conformance.nets import Stamped, ask
@@ -302,31 +300,3 @@ def receive_in_a_storm(state, seconds):
         while time.monotonic() < end or interrupted.landed < 5:
             interrupted(lambda: state.receivers["policy"].receive(timeout=0.002), 0.003)
     return interrupted.landed
-
-
-# ---- a trainer in a separate process
-
-
-def take_pipes(state):
-    state.pipes = [*getattr(state, "pipes", []), connection.Connection(reduction.recv_handle(state.conn))]
-
-
-def meet(state, make, timeout):
-    """A send_together() to the workers at these pipes."""
-    scheme = make()
-    scheme.init_on_sender("policy", pipes=state.pipes)
-    with contextlib.suppress(shmsync.AckTimeout):
-        shmsync.schemes.send_together({scheme: Stamped(1)}, timeout=timeout)
-
-
-def stop_when_prepared(state):
-    """The worker stops (SIGSTOP) as soon as it has said that it waits for a meeting."""
-    answer = WorkerEnd.answer
-
-    def answer_and_stop(self, message, word):
-        answer(self, message, word)
-        if word == messages.PREPARED:
-            WorkerEnd.answer = answer
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    WorkerEnd.answer = answer_and_stop

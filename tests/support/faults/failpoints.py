@@ -20,9 +20,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import shmsync
 from shmsync import _native
-from shmsync.engine.publish_all import Publication, publish_all
 from shmsync.memory.control import header, leftovers, segment
 from shmsync.memory.slab import slab
 from shmsync.schemes.remote import relay as _relay
@@ -96,16 +94,6 @@ def half_written(state, version):
     with state.pub.update() as weights:
         weights["large"].fill_(version)
         raise KeyError("in the middle")
-
-
-def open_two(state, name):
-    state.pubs = [shmsync.Publisher(stamped(1), name=f"{name}{each}") for each in ("", ".2")]
-    return [pub.handle for pub in state.pubs]
-
-
-def publish_two(state, version, timeout):
-    publications = [Publication(pub._writer, stamped(version)) for pub in state.pubs]
-    return publish_all(publications, None, time.monotonic() + timeout)
 
 
 def sweep(state, name):

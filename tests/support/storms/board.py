@@ -11,7 +11,7 @@ import os
 import time
 
 ROWS, RING = 512, 256
-_FIELDS = ("pid", "command", "phase", "forwards", "torn", "wrong", "backwards", "split", "detail", "changes", "glances")
+_FIELDS = ("pid", "command", "phase", "forwards", "torn", "wrong", "backwards", "detail", "changes", "glances")
 _WIDTH = 16 + 2 * RING + 2 * RING
 NOTHING, STOP, EXIT, EXEC, FORK, STRIDE = range(6)  # the commands to a worker
 IDLE, RECEIVING, COMPUTING, REFUSED = range(4)  # where it is; refused: no version is whole

@@ -126,9 +126,9 @@ def run_there(state, key, name, kwargs):
     return found
 
 
-def source(form, number, pair=0):
+def source(form, number):
     """Weights of this number, in one of the forms that a send takes."""
-    model = Weather(number, pair)
+    model = Weather(number)
     if form == "module":
         return model
     if form == "state_dict":

@@ -120,7 +120,7 @@ class Judge:
     def look(self, everybody):
         """What the workers saw since."""
         for life in everybody:
-            for what in ("torn", "wrong", "backwards", "split"):
+            for what in ("torn", "wrong", "backwards"):
                 if life.row.get(what):
                     raise Violation(f"worker {life.index} saw weights that are {what}: {life.row.get('detail')}")
             for _, number in life.row.numbers():

@@ -28,38 +28,33 @@ GLANCE = (0, 63, 2048, 65535)  # the places of leaves that a glance looks at
 
 
 class Weather(nn.Module):
-    """Its forward returns (number, what is the matter, which leaf): all leaves must be those of one number.
+    """Its forward returns (number, what is the matter, which leaf): all leaves must be those of one number."""
 
-    `pair`: the number, where the weights were sent together with another model's; else 0.
-    """
-
-    def __init__(self, number=0, pair=0):
+    def __init__(self, number=0):
         super().__init__()
         self.leaves = nn.ParameterList([torch.empty(size) for size in SIZES])
         self.register_buffer("number", torch.zeros(1, dtype=torch.int64))
-        self.register_buffer("pair", torch.zeros(1, dtype=torch.int64))
-        self.become(number, pair)
+        self.become(number)
 
-    def become(self, number, pair=0):
+    def become(self, number):
         with torch.no_grad():
             for index, each in enumerate(self.leaves):
                 each.copy_(leaf(number, index))
             self.number.fill_(number)
-            self.pair.fill_(pair)
         return self
 
     def forward(self, places=None):
         """`places`: look at these elements of each leaf alone."""
         with torch.no_grad():
-            number, pair = int(self.number), int(self.pair)
+            number = int(self.number)
             for index, each in enumerate(self.leaves):
                 if not (
                     torch.equal(each.detach(), leaf(number, index))
                     if places is None
                     else float(each[places[index]]) == element(number, index, places[index])
                 ):
-                    return number, pair, self._matter(number, index), index
-            return number, pair, FINE, 0
+                    return number, self._matter(number, index), index
+            return number, FINE, 0
 
     def _matter(self, number, index):
         """Is it made of other updates, or of nothing that was ever sent?"""

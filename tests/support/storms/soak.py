@@ -41,7 +41,7 @@ NO_FAULTS = {
     "frames",
 }
 BROKEN = {  # what ends a storm, and the words by which it is known
-    "torn accepted": "saw weights that are (torn|wrong|split)",
+    "torn accepted": "saw weights that are (torn|wrong)",
     "wrong versions": "backwards|computes with|returned version",
     "wrong names": "names worker|does not name|nobody did",
     "late returns": "after its deadline",

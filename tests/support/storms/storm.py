@@ -25,16 +25,15 @@ from pathlib import Path
 
 import psutil
 
-from shmsync.schemes import send_together
 from support.processes import descriptors, segments
-from support.storms.fleets import FORMS, STORMS, Call, call_here, call_there, is_remote, source, take, timed
+from support.storms.fleets import FORMS, STORMS, Call, call_here, call_there, is_remote, source
 from support.storms.judge import CALM, Violation, await_computing
 from support.storms.model import Weather
 from support.storms.sky import Sky
 from support.storms.trouble import DEADLY, KINDS, Hand, Life, finish, resume
 from support.storms.worker import live
 
-SENDS = ("send", "wait_async", "resend", "send_together")  # calls that publish, by the names of their counts
+SENDS = ("send", "wait_async", "resend")  # calls that publish, by the names of their counts
 SHORT, LONG = (0.02, 0.1, 0.3), (1.0, CALM, 2 * CALM)
 
 
@@ -59,9 +58,6 @@ class Storm:
         self.scheme = self.fleet.make(**{"timeout": CALM, **self.over.options})
         self.sender = self.fleet.open("policy", Weather, scheme=self.scheme)
         self.call_it = call_there if is_remote(self.sender) else call_here
-        self.critic = None
-        if self.over.pipes:
-            self.critic = self.fleet.open("critic", Weather, scheme=self.fleet.make(**self.over.options))
         self.by_version = {}
         self.lives = [None] * len(self.fleet.workers)
         for index in range(len(self.lives)):
@@ -99,9 +95,7 @@ class Storm:
         self.repair()
         timeout = self.timeout()
         troubles = self.throw(timeout) if self.random.random() < 0.7 else 0
-        name = self.random.choices(
-            ["send", "async", "resend", "together"], [6, 2, self.over.pipes, 2 * bool(self.critic)]
-        )[0]
+        name = self.random.choices(["send", "async", "resend"], [6, 2, self.over.pipes])[0]
         try:
             getattr(self, f"do_{name}")(timeout)
         finally:
@@ -174,15 +168,6 @@ class Storm:
             return  # the only worker of that group died in the first send of this trainer, so its arena was never made
         self._judge(call, lives, 0 if self.over.partial else number)
 
-    def do_together(self, timeout):
-        self._number += 1
-        for life in self.lives:
-            life.sent.add(self._number)
-        call = Call("send_together", f"{self._number}", timeout)
-        models = {each: source("module", self._number, self._number) for each in (self.sender, self.critic)}
-        take(call, timed(send_together, {"models": models, "timeout": call.timeout}))
-        self._judge(call, list(self.lives))
-
     def _post(self, name, timeout):
         """Send the next weights by this method; the call, and the lives that it went to."""
         self._number += 1
@@ -248,9 +233,6 @@ class Storm:
         self.sky.note(f"a new worker {index}")
         self.fleet.join(index, self.scheme, "policy", Weather)
         self.fleet.register(self.sender, index)
-        if self.critic is not None:
-            self.fleet.join(index, self.fleet.schemes[-1], "critic", Weather)
-            self.fleet.register(self.critic, index)
         life.row.close()
         self.enliven(index)
 

@@ -58,15 +58,12 @@ def compute(state, row, newest):
             found[model_id] = model()
     for model_id, seen in found.items():
         look(row, newest, model_id, seen)
-    numbers = [number for number, *_ in found.values()]
-    if all(numbers) and any(pair > min(numbers) for _, pair, *_ in found.values()):
-        row.add("split")  # one of two models that were sent together came without the other
     row.forward(start, found["policy"][0])
 
 
 def look(row, newest, model_id, seen):
     """Note what is the matter with what a forward saw, if anything is."""
-    number, _, matter, leaf = seen
+    number, matter, leaf = seen
     if matter != FINE:
         row.set("detail", number * 100 + leaf)
         row.add("torn" if matter == TORN else "wrong")
