@@ -89,7 +89,6 @@ class NoSpace(ShmSyncError):
 class ManifestMismatch(ShmSyncError, ValueError):
     """Keys, shapes, dtypes or devices differ; the message lists every problem, and nothing was written."""
 
-    leaves: tuple[str, ...] = ()  # the dotted keys of the weights that it is about, where it was raised and known
 
 
 class DataMismatch(ManifestMismatch):

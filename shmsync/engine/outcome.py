@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..errors import AckTimeout, ClosedError, ManifestMismatch, ShmSyncError, WorkerDied
+from ..errors import AckTimeout, ClosedError, ShmSyncError, WorkerDied
 from ..memory.system.process import Peer
 
 
@@ -22,7 +22,6 @@ class Failure(NamedTuple):
     error: bytes | None  # pickled; None when it cannot be
     summary: str  # one line
     trace: str  # as the worker would print it
-    leaves: tuple[str, ...] = ()  # which speak against the weights, as far as is known
 
     @classmethod
     def of(cls, error: BaseException, tag: Any = None) -> Failure:
@@ -37,8 +36,7 @@ class Failure(NamedTuple):
             pickle.loads(packed)  # some exceptions can be pickled but not unpickled
         except Exception:
             packed = None
-        leaves = error.leaves if isinstance(error, ManifestMismatch) else ()
-        return cls(tag, packed, summary, traceback.format_exc(), leaves)
+        return cls(tag, packed, summary, traceback.format_exc())
 
     def exception(self) -> BaseException:
         """The worker's exception, or a RuntimeError that quotes it."""

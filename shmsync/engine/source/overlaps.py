@@ -44,15 +44,12 @@ def meeting(spans: Iterable[tuple[int, int, K]]) -> Iterator[tuple[K, K]]:
         reaching.append((end, name))
 
 
-def shared_in_part(tensors: Mapping[Key, object]) -> list[tuple[str, str]]:
-    """Why a part of these tensors cannot be written alone: writing one would change some of another.
-
-    Returns (sentence, the first of the two names) for each pair.
-    """
+def shared_in_part(tensors: Mapping[Key, object]) -> list[str]:
+    """Why a part of these tensors cannot be written alone: writing one would change some of another."""
     plain = {".".join(key): each for key, each in tensors.items() if problem_with(each) is None}
     found = overlapping(plain, {id(each) for each in plain.values()})  # type: ignore[arg-type]
     cure = "and partial=True may give one without the other: give one of them private memory"
-    return [(f"{a} and {b} share memory in part in the destination, {cure}", a) for a, b in found]
+    return [f"{a} and {b} share memory in part in the destination, {cure}" for a, b in found]
 
 
 def shown_by_others(keep: Collection[torch.Tensor], places: Sequence[torch.Tensor]) -> bool:

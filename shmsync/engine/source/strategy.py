@@ -136,7 +136,7 @@ class WeightStrategy:
         """Raise ManifestMismatch if partial=True and the module cannot take a part of its weights alone."""
         problems = shared_in_part(collect(module, EVERYTHING).tensors) if self.partial else []
         if problems:
-            why = "; ".join(text for text, _ in problems)
+            why = "; ".join(problems)
             raise ManifestMismatch(f"the module cannot be bound: {why}. Nothing was changed")
 
     @run_plainly
@@ -176,21 +176,18 @@ class WeightStrategy:
             given = cast_tensors(given, self.dtype, partial=self.partial, kept=kept)
         problems = _differences(targets, given, None if self.partial else optional)
         if self.partial:
-            problems += [(f"mismatched: {problem}", name) for problem, name in shared_in_part(targets)]
+            problems += [f"mismatched: {problem}" for problem in shared_in_part(targets)]
         if self.partial and targets and not (given or extra):
-            problems.append(("missing: they give no leaf at all", ""))
+            problems.append("missing: they give no leaf at all")
         for key, target in targets.items():
             if reason := made_anew(target, again.get(key)):
-                problems.append((f"mismatched: {'.'.join(key)} {reason}", ".".join(key)))
-        extra_keys = {path: ".".join((*path, extra_state.STATE_DICT_KEY)) for path in extra}
+                problems.append(f"mismatched: {'.'.join(key)} {reason}")
         if modules:
-            problems += [(f"unexpected: {key}", key) for path, key in extra_keys.items() if path not in modules]
+            unknown = [".".join((*path, extra_state.STATE_DICT_KEY)) for path in extra if path not in modules]
+            problems += [f"unexpected: {key}" for key in unknown]
         if problems:
-            why = "; ".join(text for text, _ in problems)
-            error = ManifestMismatch(f"the weights do not fit where they should go: {why}. Nothing was written")
-            ours = {*map(".".join, given), *extra_keys.values()}
-            error.leaves = tuple(name for _, name in problems if name in ours)
-            raise error
+            why = "; ".join(problems)
+            raise ManifestMismatch(f"the weights do not fit where they should go: {why}. Nothing was written")
         return Fit(targets, given, [(modules[path], state) for path, state in extra.items() if path in modules])
 
 
@@ -296,10 +293,8 @@ def unflattened(tensors: Mapping[Key, Any]) -> dict[Key, Any]:
     return {tuple(".".join(key).split(".")): value for key, value in tensors.items()}
 
 
-def _differences(
-    targets: Mapping[Key, Any], given: Mapping[Key, Any], optional: set[Key] | None
-) -> list[tuple[str, str]]:
-    """Why the given leaves cannot be copied into the targets: (sentence, leaf) each. `optional`: None is all."""
+def _differences(targets: Mapping[Key, Any], given: Mapping[Key, Any], optional: set[Key] | None) -> list[str]:
+    """Why the given leaves cannot be copied into the targets. `optional`: None is all."""
     aliases: dict[Any, list[Key]] = {}
     odd = {key: reason for key, tensor in targets.items() if (reason := problem_with_target(tensor))}
     for key, tensor in targets.items():
@@ -314,14 +309,14 @@ def _differences(
         and not any(other in given for other in tied.get(key, ()))
     ]
     unexpected = [".".join(key) for key in given if key not in targets]
-    problems = [(f"missing: {name}", name) for name in missing] + [(f"unexpected: {name}", name) for name in unexpected]
+    problems = [f"missing: {name}" for name in missing] + [f"unexpected: {name}" for name in unexpected]
     for key in given.keys() & targets.keys():
         name, source, target = ".".join(key), given[key], targets[key]
         if reason := problem_with(source) or odd.get(key):
-            problems.append((f"mismatched: {name} {reason}", name))
+            problems.append(f"mismatched: {name} {reason}")
         elif source.shape != target.shape or source.dtype != target.dtype:
             there, here = f"{target.dtype} {tuple(target.shape)}", f"{source.dtype} {tuple(source.shape)}"
-            problems.append((f"mismatched: {name} is {there} in the destination but {here} in the weights", name))
+            problems.append(f"mismatched: {name} is {there} in the destination but {here} in the weights")
     if problems:
         return sorted(problems)
     for keys in aliases.values():
@@ -329,6 +324,7 @@ def _differences(
         for other in others:
             if tied.get(first) and not same_bytes(given[first].cpu(), given[other].cpu()):
                 one, two = ".".join(first), ".".join(other)
-                differ = f"mismatched: {one} and {two} are one tensor in the destination but differ in the weights"
-                problems.append((differ, one))
+                problems.append(
+                    f"mismatched: {one} and {two} are one tensor in the destination but differ in the weights"
+                )
     return sorted(problems)

@@ -41,7 +41,6 @@ class SenderEnd:
         self._ambiguous: dict[Tag, str] = {}  # pairs that may be a wrong answer of a loop that tags nothing
         self._reasons: dict[Tag, str] = {}  # why there will be no answer, in the worker's words
         self._foreign: str | None = None  # what came that looks like an answer, and is none
-        self._late: dict[Tag, tuple[Result] | None] = {}  # messages of which late answers are kept; None: none yet
         self._send_locks: dict[str, SendLock] = {}
         self.announcers: dict[str, object] = {}  # by model: the sign of the carrier that has announced weights last
 
@@ -58,11 +57,8 @@ class SenderEnd:
         """The lock for sends of this model over this pipe; see PipeSender.send_locks()."""
         return self._send_locks.get(model_id) or self._send_locks.setdefault(model_id, SendLock())
 
-    def send(self, payload: bytes, tag: Tag, *, replaceable: bool = False, whose: str = "") -> None:
-        """Send a message that will be answered with this tag.
-
-        `replaceable`: newer weights may take its place; `whose`: if they are theirs.
-        """
+    def send(self, payload: bytes, tag: Tag, *, replaceable: bool = False) -> None:
+        """Send a message that will be answered with this tag. `replaceable`: newer weights may take its place."""
         with self.lock:
             if not self.channel.closed:
                 self.pump()  # what has come before cannot be an answer to it
@@ -70,7 +66,7 @@ class SenderEnd:
             if self.channel.closed:
                 self._awaited[tag] = True  # the wait will find it dead
             else:
-                self.channel.frames.send(payload, tag.model_id + whose if replaceable else "", tag, self._awaited)
+                self.channel.frames.send(payload, tag.model_id if replaceable else "", tag, self._awaited)
 
     def note(self, tag: Tag) -> None:
         """A message of this tag is about to be sent: its number is never used again."""
@@ -100,18 +96,6 @@ class SenderEnd:
         """What came that looks like an answer and is none of ours, once; None: nothing."""
         found, self._foreign = self._foreign, None
         return found
-
-    def remember(self, tag: Tag) -> None:
-        """Keep what the answer to this message says if it arrives after the send has ended."""
-        self._late[tag] = None
-
-    def late_answer(self, tag: Tag) -> tuple[Result] | None:
-        """The answer to a message that is remembered, in a tuple of one, once; None: it has not arrived."""
-        with self.lock:
-            found = self._late.get(tag)
-            if found is not None or tag not in self._awaited:
-                self._late.pop(tag, None)
-            return found
 
     def all_answered(self, model_id: str) -> bool:
         """Is every message of this model answered?"""
@@ -218,8 +202,6 @@ class SenderEnd:
                 del awaited[tag]
                 if wanted:
                     self._results[tag] = result
-                elif tag in self._late:
-                    self._late[tag] = (result,)
         del channel.arrived[0]
 
     def _names_version(self, data: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -12,7 +12,7 @@ from torch import nn
 from typing_extensions import override
 
 from ...engine.deadlines import check_worker, deadline_after, timeout_or_default
-from ...engine.outcome import Failure, Outcome
+from ...engine.outcome import Outcome
 from ...engine.source.dtypes import Dtypes
 from ...engine.source.strategy import Form, WeightStrategy, leaves_of, refuse_odd
 from ...errors import ProtocolError
@@ -22,22 +22,13 @@ from ..arenas.worker_devices import DeviceChoice, WorkerDevices, check_lies_on, 
 from ..context_args import Arguments
 from ..link import messages
 from ..link.messages import Message, Tag
-from ..link.sender_end import Link, Result
-from ..unacked import Leaves, Unacked, private_leaves
+from ..link.sender_end import Link
+from ..sent_leaves import SentLeaves, private_leaves
 from .pipe_carrier import PipeCarrier, Posted
 from .pipe_receiver import PipeReceiver
 from .pipe_sender import PipeSender
 from .pipe_transport import PipeTransport
 from .weights_message import LARGE, Unreadable, WeightsMessage
-
-
-class _Open(NamedTuple):
-    """A message that is not answered."""
-
-    link: Link
-    tag: Tag
-    given: Leaves
-    renewed: bool  # it brought everything
 
 
 @dataclass(eq=False)
@@ -46,52 +37,8 @@ class _Sent:
 
     version: int = 0
     newest: tuple[int, WeightsMessage] | None = None  # what resend() brings: a version, and its message
-    applied: tuple[int, WeightsMessage] | None = None  # the newest that a worker has applied
-    # With partial=True, for leaves that a worker may still have to get:
-    given: Leaves = field(default_factory=dict)  # with the newest version
-    unsent: set[Link] = field(default_factory=set)  # workers without the message of the newest version
-    unacked: Unacked = field(default_factory=Unacked)
-    open: list[_Open] = field(default_factory=list)  # messages that are not answered
-
-    def message_for(self, each: _Open, message: WeightsMessage) -> WeightsMessage:
-        """The newest version for this worker, which may need more than what was given, or less than everything."""
-        if each.renewed:
-            due: Leaves | None = self.unacked.renew(each.link)
-        else:
-            self.unsent.remove(each.link)
-            due = self.unacked.due(each.link, each.given)
-        return message if due is None else WeightsMessage(each.tag, due)
-
-    def expect(self, each: _Open) -> None:
-        """An answer to this message counts whenever it comes."""
-        self.unacked.expect(each.given, each.link)
-        self.open.append(each)
-        each.link.end.remember(each.tag)
-
-    def take_late(self) -> None:
-        """What was answered after its send was over, or interrupted, counts as it would have counted in time."""
-        still = []
-        for each in self.open:
-            end = each.link.end
-            if not end.channel.closed:
-                end.pump()
-            answer = end.late_answer(each.tag)
-            if answer is not None:
-                self.settle(each, *answer)
-            elif end.expects(each.tag) and not each.link.reported:
-                still.append(each)
-            else:  # newer leaves have taken its place before it left, or the worker is gone
-                self.unacked.settle(each.given, [], {}, [each.link])
-        self.open = still
-
-    def settle(self, each: _Open, result: Result) -> None:
-        """The worker has answered this message."""
-        if result is None:
-            self.unacked.settle(each.given, [each.link], {})
-        elif each.renewed:  # everything is still to come there: the newest leaves are not what speaks against it
-            self.unacked.settle(each.given, [], {}, [each.link])
-        else:
-            self.unacked.settle(each.given, [], {each.link: result.leaves if isinstance(result, Failure) else ()})
+    before: tuple[int, WeightsMessage] | None = None  # the same before the last send, while that is under way
+    leaves: SentLeaves = field(default_factory=SentLeaves)  # with partial=True: what resend() brings
 
 
 class MultiProcessCarrier(PipeCarrier):
@@ -123,45 +70,36 @@ class MultiProcessCarrier(PipeCarrier):
             raise ValueError(f"weights are a torch.nn.Module, a TensorDict or a dict, not a {type(weights).__name__}")
         leaves, _ = leaves_of(weights)
         refuse_odd({key: leaf for key, leaf in leaves.items() if isinstance(leaf, torch.Tensor)})
-        given = private_leaves(weights) if self._partial else {}
         self._release()
         size = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, torch.Tensor))
         apart = size >= LARGE and any(link.end.reaches for link in links.values())
         message = WeightsMessage(Tag(model_id, version), weights, apart=apart)
         sent = self._sent_of(model_id)
+        whole = sent.leaves.with_part(private_leaves(weights)) if self._partial else {}
 
         def accept() -> None:
-            sent.newest = version, message
-            if self._partial:
-                sent.take_late()
-                sent.unacked.add(given, links.values())
-                sent.given, sent.unsent = given, set(links.values())
+            sent.before, sent.newest = sent.newest, (version, message)
+            sent.leaves.accept(whole)
             sent.version = version
 
         return Plan([], accept, lambda: None)
 
     @override
-    def announce(self, model_id: str, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
+    def announce(self, model_id: str, links: Mapping[int, Link], *, again: bool = False) -> dict[int, list[Tag]]:
         sent = self._sent_of(model_id)
         if sent.newest is None:
             raise ProtocolError(
                 f"there are no weights of {model_id!r} to bring: the workers refused version "
                 f"{sent.version}, and have applied none before it. Send others"
             )
-        sent.take_late()
         version, message = sent.newest
         tag = Tag(model_id, version)
-        # The parts of several senders are different leaves: none of them takes the place of another's.
-        whose = f" of {id(self.sign)}" if self._partial else ""
+        if again and self._partial:
+            message = WeightsMessage(tag, sent.leaves.whole)
         for link in links.values():
             link.end.announcers[model_id] = self.sign
-            if self._partial:
-                each = _Open(link, tag, sent.given, link not in sent.unsent)
-                payload = self._payload(sent.message_for(each, message), link, tag)
-                sent.expect(each)
-            else:
-                payload = self._payload(message, link, tag)
-            link.end.send(payload, tag, replaceable=True, whose=whose)
+            # Newer weights take the place of a message that has not left, but a part does not replace another one.
+            link.end.send(self._payload(message, link, tag), tag, replaceable=not self._partial)
         return {index: [tag] for index in links}
 
     def _payload(self, message: WeightsMessage, link: Link, tag: Tag) -> bytes:
@@ -179,20 +117,12 @@ class MultiProcessCarrier(PipeCarrier):
     def mark(self, posted: Posted, outcome: Outcome) -> None:
         self._release()
         sent = self._sent_of(posted.model_id)
-        if sent.newest is not None and sent.newest[0] == posted.version:
-            if outcome.done:
-                sent.applied = sent.newest
-            elif outcome.failed:  # refused by all workers that answered: it is sent to no other worker
-                sent.newest = sent.applied
+        if posted.version == sent.version:
+            if outcome.failed and not outcome.done:  # all that answered refused it: resend() brings it to nobody
+                sent.newest = sent.before
+            sent.before = sent.newest
+            sent.leaves.settle(outcome)
         super().mark(posted, outcome)
-        results: dict[Link, Result] = {posted.links[i]: None for i in outcome.done}
-        results |= {posted.links[i]: failure for i, failure in outcome.failed.items()}
-        answered = [each for each in sent.open if each.tag.version == posted.version and each.link in results]
-        sent.open = [each for each in sent.open if each not in answered]
-        sent.take_late()
-        for each in answered:
-            each.link.end.late_answer(each.tag)  # it is known already
-            sent.settle(each, results[each.link])
 
 
 class MPTransport(PipeTransport):

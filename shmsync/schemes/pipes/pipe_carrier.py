@@ -41,8 +41,11 @@ class PipeCarrier(ABC):
         """Check weights that are to be this version for these workers. Changes nothing; raises what speaks against."""
 
     @abstractmethod
-    def announce(self, model_id: str, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
-        """Send the newest version to these workers; the answers that each of them is to send."""
+    def announce(self, model_id: str, links: Mapping[int, Link], *, again: bool = False) -> dict[int, list[Tag]]:
+        """Send the newest version to these workers; the answers that each of them is to send.
+
+        `again`: all of it, where the last send had a part.
+        """
 
     def add(self, index: int, pipe: Any, process: Any = None) -> None:
         """Reach this worker over this pipe from now on."""
@@ -78,11 +81,13 @@ class PipeCarrier(ABC):
         used = max((link.end.highest.get(model_id, 0) for link in links.values()), default=0)
         version = max(self.version(model_id), used) + 1
         write(self.plan(model_id, weights, links, version), version, deadline)
-        return self.notify(model_id, version, links)
+        return self._announced(model_id, version, links, self.announce(model_id, links))
 
-    def notify(self, model_id: str, version: int, links: dict[int, Link]) -> Posted:
-        """Send a version that is written to these workers."""
-        tags = self.announce(model_id, links)
+    def resend(self, model_id: str, links: dict[int, Link]) -> Posted:
+        """Send the newest version to these workers once more, all of it."""
+        return self._announced(model_id, self.version(model_id), links, self.announce(model_id, links, again=True))
+
+    def _announced(self, model_id: str, version: int, links: dict[int, Link], tags: dict[int, list[Tag]]) -> Posted:
         newest = max((tag.version for each in tags.values() for tag in each), default=version)
         return Posted(model_id, newest, links, tags)
 

@@ -136,7 +136,7 @@ class PipeReceiver(WeightReceiver):
                 receiver._apply(message)
             else:
                 try:
-                    word = receiver._attach_or_prove(message)
+                    receiver._attach(message)
                 except Exception as error:
                     receiver._refused(message, error)
                 else:

@@ -70,13 +70,13 @@ class PipeSender(WeightSender):
         return self.carrier.links[index].take_pending()
 
     def resend(self, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None) -> int:
-        """Bring workers that joined late to the newest version; nothing new is published.
+        """Bring workers that joined late to the newest version, with every leaf; nothing new is published.
 
         Weights that went through the pipe and were refused by every worker that answered are brought to no other one:
-        the newest that one of them has applied are. What lies in an arena is brought again, and refused again.
+        those before them are. What lies in an arena is brought again, and refused again.
 
-        Returns that version, 0 if nothing was sent yet. Raises as send() does, and ProtocolError when the workers have
-        applied nothing yet and refused what was sent.
+        Returns that version, 0 if nothing was sent yet. Raises as send() does, and ProtocolError when the workers
+        refused all that was sent.
         """
         deadline = self._deadline(timeout)
         with hold_all(self.send_locks(), deadline, "resend"):
@@ -86,7 +86,7 @@ class PipeSender(WeightSender):
             links = self.carrier.reach(self.model_id, self._chosen(worker_ids))
             if not links:
                 return 0
-            posted = self.carrier.notify(self.model_id, self.version, links)
+            posted = self.carrier.resend(self.model_id, links)
             self.carrier.collect(posted, deadline)
             return posted.version
 

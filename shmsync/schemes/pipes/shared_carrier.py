@@ -163,7 +163,7 @@ class SharedMemCarrier(PipeCarrier):
         return made
 
     @override
-    def announce(self, model_id: str, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
+    def announce(self, model_id: str, links: Mapping[int, Link], *, again: bool = False) -> dict[int, list[Tag]]:
         self._check_open()
         versions = {index: self.publishers.of_worker(model_id, index).version for index in links}
         self._register(model_id, links)

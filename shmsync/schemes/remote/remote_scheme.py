@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +18,7 @@ from ...errors import AckTimeout, WorkerDied
 from ..api import WeightSyncScheme
 from ..context_args import Arguments
 from ..sender import WeightSender
-from ..unacked import Leaves, Unacked, private_leaves
+from ..sent_leaves import SentLeaves, private_leaves
 from .fan_out import FanOut
 from .packed_weights import Packer, Stamp
 from .relay import RelayOptions
@@ -133,9 +133,7 @@ class RemoteSender(WeightSender):
         self._packer = Packer(self._carrier.piece_bytes, shared_from=self._carrier.shared_from)
         self._roster: Roster | None = None
         self._fan_out: FanOut | None = None
-        self._owed = Unacked()
-        # With partial=True: the leaves of the last send, and its transports.
-        self._given: tuple[Leaves, dict[int, RemoteTransport]] = {}, {}
+        self._sent_leaves = SentLeaves()  # with fan-out and partial=True: an arena that is made later has all of them
         if scheme.fan_out == "node":
             options = RelayOptions(scheme.slots, scheme.timeout, scheme.partial)
             self._fan_out = FanOut(self._carrier, options, self._packer)
@@ -231,47 +229,33 @@ class RemoteSender(WeightSender):
                 missing=workers,
             )
         prepared = self.sent_weights(weights)
-        given = private_leaves(prepared) if self._scheme.partial else None
         sending = RemoteSend(self._carrier.wait)
         if (fan_out := self._fan_out) is not None:
             fan_out.find_locations(sending, alive, self._alive(self._transports), deadline)
             version = max(self._version, fan_out.version(self._model_id)) + 1
             stamp = Stamp(self._packer.session, self._model_id, version)
-            accept = partial(self._accept, version, given, alive)
-            whole = prepared if given is None else {**self._owed.whole, **given}
+            whole = prepared
+            if self._scheme.partial:
+                whole = self._sent_leaves.with_part(private_leaves(prepared))
+
+            def accept() -> None:
+                self._version = version
+                if self._scheme.partial:
+                    self._sent_leaves.accept(whole)
+
             fan_out.deliver(sending, stamp, prepared, alive, accept, deadline, whole=whole)
             return sending
         packed_weights = self._packer.pack(prepared, self._model_id, self._version + 1)
         payload = self._carrier.payload(packed_weights, deadline) if alive else None
-        self._accept(self._version + 1, given, alive)
+        self._version += 1
         for index, transport in alive.items():
-            due = None if given is None else self._owed.due(transport, given)
-            if due is None:
-                start = partial(transport.post, payload)
-            else:  # it has missed some, or is new
-                more = self._packer.pack(due, self._model_id, self._version)
-                start = partial(transport.post, self._carrier.payload(more, deadline))
-            sending.add(Step(index, transport, start))
+            sending.add(Step(index, transport, partial(transport.post, payload)))
         return sending
-
-    def _accept(self, version: int, given: Leaves | None, workers: Mapping[int, RemoteTransport]) -> None:
-        """These weights are that version."""
-        self._version = version
-        if given is not None:
-            self._owed.add(given, workers.values())
-            self._given = given, dict(workers)
 
     @override
     def _collect(self, posted: RemoteSend, deadline: float) -> None:
         posted.finish(deadline)
-        if self._scheme.partial:
-            given, asked = self._given
-            done = [asked[i] for i in posted.outcome.done if isinstance(i, int) and i in asked]
-            failed: dict[Any, tuple[str, ...]] = {
-                asked[i] if isinstance(i, int) and i in asked else None: getattr(failure, "leaves", ())
-                for i, failure in posted.outcome.failed.items()
-            }
-            self._owed.settle(given, done, failed)
+        self._sent_leaves.settle(posted.outcome)
         posted.check(f"version {self._version} of {self._model_id!r}", self._version, self._transports)
 
     @property
