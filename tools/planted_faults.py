@@ -72,8 +72,6 @@ FAULTS = [
           "engine/faults/test_failed_updates.py"),
     Fault("shmsync/engine/read/successor.py", "if manifest != current.manifest:", "if False:",
           "engine/versions/test_follow.py"),
-    Fault("shmsync/engine/read/snapshot.py", "revalidate() and not self.table.moved", "revalidate()",
-          "unit/read/test_snapshot_kept.py"),
     Fault("shmsync/engine/bind/read_guard.py", "clones = any(each.clones for each in self.members)", "clones = False",
           "unit/bind/test_output_containers.py"),
     Fault("shmsync/engine/bind/watching.py", 'refuse_to_share(self, "DataParallel")', "pass",

@@ -215,15 +215,6 @@ void Sources::copy_to(std::uintptr_t slot) {
   copy(ops_.data(), ops_.size(), CopyPath::automatic, threads);
 }
 
-void Sources::copy_from(std::uintptr_t slot) {
-  for (std::size_t i = 0; i < leaves_.size(); ++i)
-    ops_[i] = {const_cast<std::byte*>(leaves_[i].address), reinterpret_cast<const std::byte*>(slot) + leaves_[i].offset,
-               leaves_[i].bytes};
-  const unsigned threads = copying_threads(bytes_);
-  const WithoutGil released;
-  copy(ops_.data(), ops_.size(), CopyPath::automatic, threads);
-}
-
 void Sources::put(std::size_t row, nb::handle tensor, const std::byte* address) {
   leaves_[row].tensor = nb::borrow(tensor);
   leaves_[row].address = address;
@@ -284,9 +275,6 @@ void bind_sources(nb::module_& m) {
       .def("overlaps", &Sources::overlaps, "ranges"_a,
            "Do bytes that are copied lie in one of these ranges of addresses?")
       .def("copy_to", &Sources::copy_to, "slot"_a, "Copy every leaf to its offset from the address `slot`.")
-      .def("copy_from", &Sources::copy_from, "slot"_a,
-           "The other way: write into every leaf what stands at its offset from the address `slot`. The caller has "
-           "seen to it that they may be written.")
       .def("release", &Sources::release, "Keep no tensor alive; an Outline puts new ones in.")
       .def_prop_ro("bytes", &Sources::bytes);
 }

@@ -90,7 +90,6 @@ class Sources {
   // Do bytes that are copied lie in one of these ranges of addresses?
   bool overlaps(const Ranges& ranges) const;
   void copy_to(std::uintptr_t slot);
-  void copy_from(std::uintptr_t slot);
   // Another tensor, which was checked, in the place of the one in this row.
   void put(std::size_t row, nanobind::handle tensor, const std::byte* address);
   void release();  // of the tensors; from now on rows are good for put() and copy_to() alone

@@ -15,15 +15,15 @@ from .._native import State
 from ..errors import ClosedError, Poisoned, ProtocolError, WriterBusy
 from ..memory.control.segment import Handle
 from ..memory.dynamo import skip
+from ..memory.manifest import Key
 from .bind.guarded_methods import GuardNames
 from .bind.install_guards import bind
 from .bind.module_check import ModuleCheck
-from .by_identity import ByIdentity
 from .by_value import copy_by_value
 from .deadlines import DEFAULT_TIMEOUT, timeout_or_none
 from .read.opening import open_reader
 from .read.reading import ReadPath
-from .read.snapshot import KeptTargets, Snapshot, Targets, state_of, targets_for
+from .read.snapshot import Snapshot, copied, state_of
 from .stats import SubscriberStats
 from .verify.compare import Proof
 
@@ -77,7 +77,6 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         self._reader = reader
         self._consistency = consistency
         self._worker = worker
-        self._kept_targets: KeptTargets = ByIdentity()
         try:
             copy_by_value()
             if reader.state != State.POISONED:  # else attaching works, and the next section waits for the repair
@@ -257,16 +256,13 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         result, version = self._reader.run(fn, args, kwargs)
         return (result, version) if with_version else result
 
-    def snapshot(self, out: TensorDictBase | None = None) -> Snapshot:
-        """A private copy of one version, by default into new memory, else into `out` (same keys, shapes, dtypes).
+    def snapshot(self) -> Snapshot:
+        """A private copy of one version, in new memory.
 
-        With "live" it may be a mix of two versions. Raises ValueError for an `out` that does not fit
-        (one with expanded, overlapping or lazily conjugated tensors, or in an arena), before anything is written;
-        otherwise as read(). Parameters may be in `out`; no gradient is recorded.
+        With "live" it may be a mix of two versions. Raises as read() does.
         """
-        targets, version = self._copied(out)
-        arena = self._reader.arena
-        return Snapshot.of(arena.fresh.weights(targets.new) if out is None else out, version, arena.manifest)
+        tensors, version = self._copied()
+        return Snapshot.of(tensors, version, self._reader.arena.manifest)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """A private copy of the newest version by dotted key, for torch.save() and load_state_dict().
@@ -274,22 +270,18 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         It has the leaves that the published module's own state_dict() has; leaves that are tied share their memory.
         Raises as read() does.
         """
-        targets, _ = self._copied(None)
-        manifest = self._reader.arena.manifest
-        return state_of(dict(zip(manifest.by_key, targets.new, strict=True)), manifest)
+        tensors, _ = self._copied()
+        return state_of(tensors, self._reader.arena.manifest)
 
-    def _copied(self, out: TensorDictBase | None) -> tuple[Targets, int]:
-        """What snapshot() has copied one version into, and that version."""
+    def _copied(self) -> tuple[dict[Key, torch.Tensor], int]:
+        """The leaves of one version in new memory, and that version."""
         reader = self._reader
-        reader.check_open()  # before memory is made: a forked child cannot use that of its parent's GPU
-        targets = targets_for(out, reader.arena, self._kept_targets)
 
-        def copy() -> int:
+        def copy() -> tuple[dict[Key, torch.Tensor], int]:
             version, slot = reader.held
-            targets.copy(reader.arena, slot)
-            return version
+            return copied(reader.arena, slot), version
 
-        return targets, reader.run_as_is(copy)
+        return reader.run_as_is(copy)
 
     def verify(self, *modules: nn.Module) -> Proof:
         """Compare what each bound module holds with the checksums of the newest version, which is applied first.
@@ -326,7 +318,6 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         in time; then nothing is closed.
         """
         self._reader.close()
-        self._kept_targets.clear()  # keep no tensor of the user's
 
     def __enter__(self) -> Subscriber:
         return self

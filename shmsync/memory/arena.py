@@ -22,7 +22,6 @@ from .devices import Device, OnDevice, has_address
 from .manifest import Key, Leaf, Manifest, fingerprint, tree
 from .slab import slab
 from .slab.slab import Slab
-from .snapshot_memory import Fresh, filled
 from .system.calls import close, refusals
 from .system.process import me
 from .system.when_imported import when_imported
@@ -145,11 +144,6 @@ class Arena:
             self._weights[slot, writable] = weights
         return weights
 
-    @functools.cached_property
-    def fresh(self) -> Fresh:
-        """What makes private memory for the leaves."""
-        return Fresh(self.manifest, self.device)
-
     def slot_address(self, slot: int) -> int:
         """Where a slot starts in the writable mapping."""
         assert self.slab.writable is not None, "only a publisher writes"
@@ -252,7 +246,12 @@ def _beside(device: Device, size: int) -> Slab:
 
 def nested(tensors: Mapping[Key, Any]) -> TensorDict:
     """Leaves by key path as a nested TensorDict."""
-    return filled(tree({key: number for number, key in enumerate(tensors)}), list(tensors.values()))
+    from .dotted import tensordict_of
+
+    def made(level: dict[str, Any]) -> TensorDict:
+        return tensordict_of({key: made(each) if type(each) is dict else each for key, each in level.items()})
+
+    return made(tree(tensors))
 
 
 def view(storage: torch.UntypedStorage, leaf: Leaf, offset: int) -> torch.Tensor:

@@ -53,14 +53,6 @@ def counts_changes(tensor: torch.Tensor) -> bool:
         return False
 
 
-def count_change(tensors: list[torch.Tensor]) -> None:
-    """Have autograd count a write into each tensor of which it counts the changes. Call it inside plainly()."""
-    try:
-        torch.autograd.graph.increment_version(tensors)
-    except RuntimeError:
-        torch.autograd.graph.increment_version([tensor for tensor in tensors if counts_changes(tensor)])
-
-
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     """target.copy_(source), also when the target was made in inference mode. Call it inside plainly()."""
     if not counts_changes(target):

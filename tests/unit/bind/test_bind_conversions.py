@@ -159,7 +159,7 @@ def test_every_mode_of_creation_serves_every_mode_of_use(
             with torch.no_grad():
                 torch.testing.assert_close(out, trainer(x))
             sub.refresh()
-            sub.snapshot(sub.snapshot().weights)
+            sub.snapshot()
             twin, state = copy.deepcopy(worker), worker.state_dict()
             torch.testing.assert_close(twin(x), out)
             assert torch.equal(state["first.weight"], trainer.first.weight)

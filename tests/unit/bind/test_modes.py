@@ -185,14 +185,6 @@ def snapshot(arenas, way):
     return way(sub.snapshot).weights
 
 
-def snapshot_out(arenas, way):
-    sub = arenas.subscriber(arenas.publisher(Net(2)))
-    out = TensorDict.from_module(Net(0))
-    out["strided"] = torch.zeros(4, 2).t()
-    way(lambda: sub.snapshot(out))
-    return {key: leaf.detach() for key, leaf in out.items()}
-
-
 def extract(arenas, way):
     net = Net(2)
     return way(lambda: WeightStrategy().extract_weights(net))
@@ -222,7 +214,7 @@ def pickle_and_back(arenas, way):
 
 OPERATIONS = [
     new_publisher, publish, publish_cast, publish_a_mapping, update, adopt_and_close, attach, read, bind, move,
-    snapshot, snapshot_out, extract, extract_state_dict, apply, pack_and_unpack, pickle_and_back,
+    snapshot, extract, extract_state_dict, apply, pack_and_unpack, pickle_and_back,
 ]  # fmt: skip
 
 

@@ -26,19 +26,6 @@ def made(inference, strided):
 
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("inference", [False, True])
-def test_they_take_a_snapshot(publisher, subscriber, inference, strided):
-    sub = subscriber(publisher({"t": torch.ones(3, 4)}))
-    out = TensorDict({"t": made(inference, strided)})
-    for _ in range(3):
-        sub.snapshot(out)
-        assert (out["t"] == 1).all()
-        out["t"].data = over(out["t"].data, inference)
-        sub.snapshot(out)
-        out["t"].data = over(out["t"].data, not inference)
-
-
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("holder", ["TensorDict", "module"])
 def test_they_take_weights(holder, inference, strided):
     target = made(inference, strided)

@@ -123,13 +123,6 @@ def test_any_layout_is_kept_whatever_is_published(both, seed, slots):
         assert_shows(sub.weights, new, first)
         sub.verify()
     assert_shows(sub.snapshot().weights, new, first)
-    out = sub.snapshot().weights
-    out.update({key: in_some_order(rng, torch.zeros_like(tensor)) for key, tensor in new.items()})
-    layouts = dict(out.items())
-    for _ in range(2):
-        sub.snapshot(out=out)
-        assert all(out[key] is tensor for key, tensor in layouts.items())
-        assert_shows(out, new)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

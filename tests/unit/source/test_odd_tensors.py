@@ -95,14 +95,6 @@ def bind(arenas, tensor):
         arenas.subscriber(arenas.publisher(good())).bind(module, guard=False)
 
 
-def snapshot(arenas, tensor):
-    sub = arenas.subscriber(arenas.publisher({"first": torch.ones(2), "t": torch.zeros(4)}))
-    out = TensorDict({"first": torch.zeros(2)}, batch_size=[])
-    out._tensordict["t"] = tensor
-    with unchanged(out["first"].tolist):
-        sub.snapshot(out)
-
-
 def apply(arenas, tensor):
     into = Holder(plain_of(tensor))
     with unchanged(into.first.tolist):
@@ -147,7 +139,7 @@ def send_in_shared_memory(arenas, tensor):
 
 ENTRIES = [
     new_publisher, new_publisher_of_a_module, new_publisher_of_a_tensordict, publish, publish_a_module, adopt, bind,
-    snapshot, apply, apply_to, extract_tensordict, extract_state_dict, pack, send_through_pipes, send_in_shared_memory,
+    apply, apply_to, extract_tensordict, extract_state_dict, pack, send_through_pipes, send_in_shared_memory,
 ]  # fmt: skip
 
 
@@ -160,7 +152,7 @@ def test_is_refused_before_anything_is_written(arenas, kind, entry):
     make, said = ODD[kind]
     with pytest.raises(ValueError, match=said) as refused:
         entry(arenas, make())
-    assert isinstance(refused.value, shmsync.ManifestMismatch) or entry is snapshot
+    assert isinstance(refused.value, shmsync.ManifestMismatch)
 
 
 @pytest.mark.parametrize(("kind", "how"), [(k, how) for k in ODD for how in BECOME if k not in CANNOT_BECOME[how]])
@@ -201,7 +193,7 @@ def test_the_result_of_a_collective_is_waited_for(publisher):
     assert pub.weights["t"].tolist() == [5.0] * 4
 
 
-@pytest.mark.parametrize("entry", [adopt, bind, snapshot, apply_to], ids=lambda entry: entry.__name__)
+@pytest.mark.parametrize("entry", [adopt, bind, apply_to], ids=lambda entry: entry.__name__)
 def test_the_result_of_a_collective_is_no_target(arenas, entry):
     """What is waited for is another tensor, and writing it would be lost."""
     from torch.distributed._functional_collectives import all_reduce
