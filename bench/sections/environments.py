@@ -110,12 +110,11 @@ def check(policy: Greedy, observation: torch.Tensor, action: torch.Tensor) -> No
 
 
 @contextmanager
-def ours(make: Any, policy: Greedy, workers: int, each: int, batch: int, threads: bool = False) -> Iterator[Turn]:
+def ours(make: Any, policy: Greedy, workers: int, each: int, batch: int) -> Iterator[Turn]:
     from shmsync.collectors import MultiprocessCollector
 
-    options = {"envs_in_threads": True} if threads else {}
     with MultiprocessCollector(
-        make, policy, num_workers=workers, envs_per_worker=each, frames_per_batch=batch, **options
+        make, policy, num_workers=workers, envs_per_worker=each, frames_per_batch=batch
     ) as collector:
         for _ in range(2):  # the first touch of both batches is of the start
             next(collector)
@@ -188,7 +187,6 @@ def pairs() -> dict[str, tuple[tuple[Any, ...], Any, int]]:
         "CartPole, 2 workers x SyncVectorEnv(4) / SyncVectorEnv(8)": ((half, low, 2, 1, 800), eight, 1600),
         "CartPole, 2 workers x 32 / SyncVectorEnv(64)": ((cartpole, low, 2, 32, 3200), many, 6400),
         "sleeps 1 ms, 2 workers x 4 / AsyncVectorEnv(8)": ((Sleeping, low, 2, 4, 160), sleeps, 320),
-        "sleeps 1 ms, 2 workers x 4 in threads / AsyncVectorEnv(8)": ((Sleeping, low, 2, 4, 160, True), sleeps, 320),
         "sleeps 1 ms, 2 workers x AsyncVectorEnv(4) / AsyncVectorEnv(8)": ((async4, low, 2, 1, 160), sleeps, 320),
         "sleeps 1 ms, 1 worker x AsyncVectorEnv(8) / AsyncVectorEnv(8)": ((async8, low, 1, 1, 160), sleeps, 320),
         "84 x 84 x 4 bytes, 2 workers x 4 / SyncVectorEnv(8)": ((Pixels, high, 2, 4, 160), pixels, 480),

@@ -60,19 +60,13 @@ class Buffers:
         return batch
 
 
-def check_room(leaves: Leaves, rows: int, steps: int) -> int:
-    """The bytes of buffers for such frames. Raises NoSpace where the memory that is left does not suffice."""
-    needed = BUFFERS * _manifest(leaves, rows, steps).slot_bytes
-    refuse_too_large(needed, f"{BUFFERS} batches of {rows * steps:,} frames", "use a smaller frames_per_batch")
-    return needed
-
-
 def create(leaves: Leaves, rows: int, steps: int) -> tuple[Buffers, int]:
     """New buffers, and the descriptor that keeps them reachable for workers that join.
 
     Raises NoSpace, before it takes anything, when memory does not suffice.
     """
-    nbytes = check_room(leaves, rows, steps)
+    nbytes = BUFFERS * _manifest(leaves, rows, steps).slot_bytes
+    refuse_too_large(nbytes, f"{BUFFERS} batches of {rows * steps:,} frames", "use a smaller frames_per_batch")
     with refusals("making the buffers of batches"):
         fd = os.memfd_create("shmsync-batches", os.MFD_CLOEXEC)
         try:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import secrets
-import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,24 +15,17 @@ from tensordict import TensorDict
 from torch import nn
 
 from ..engine.deadlines import timeout_or_default, whole
-from ..engine.outcome import Outcome
 from ..engine.source.strategy import WeightStrategy
 from ..engine.source.wrappers import state_of
 from ..errors import ClosedError, WorkerDied
 from ..memory.system.exiting import watch_exit
 from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
 from ..schemes.arenas.worker_devices import DeviceChoice, WorkerDevices
-from ..schemes.link.gather import WORDING
-from . import buffers
-from .buffers import RESULTS
 from .options import LAST_SEED, CollectorOptions, OnLag, WorkerSpec, check
 from .policy_packing import pack
-from .spaces import DiscreteActions
 from .trainer.batches import Batches
-from .trainer.jobs import Jobs
 from .trainer.start_and_restart import WorkerSetup
-from .trainer.worker_pool import WorkerPool, raise_closing
-from .worker.collector_process import LOAD, STATE
+from .trainer.worker_pool import WorkerPool
 
 START_TIMEOUT = 120.0  # seconds
 
@@ -95,17 +86,10 @@ class MultiprocessCollector:
         restart_workers: start a dead or failed worker again. It joins at the newest version. One that fails before
             it has delivered anything raises all the same.
         max_lag: how many versions older than the newest a frame may be when it is handed out; None: any number.
-        on_lag: "warn": hand it out, and warn. "drop": collect the batch again. "wait": let no worker fall that far
-            behind, by waiting for the slowest before a faster one is handed out; what is too old all the same is
-            collected again.
+        on_lag: "warn": hand it out, and warn. "drop": collect the batch again.
         timeout: seconds to wait for a batch; math.inf, the default, waits without limit (but never for a dead worker).
         start_timeout: seconds that the workers have to start; 120 by default.
         start_method: of multiprocessing.
-        discrete_actions: what integer actions of Discrete and MultiDiscrete spaces mean that do not start at 0:
-            "index", counted from 0 as argmax does, or "value" of the space. None: whichever it can be; a space where
-            one number may be both is refused.
-        envs_in_threads: make, step and close each environment of a worker in a separate thread, so that those of a
-            worker step at the same time. For environments that wait: for a simulator, a network, a device.
 
     Raises:
         ValueError: arguments that are out of range or contradict each other.
@@ -136,8 +120,6 @@ class MultiprocessCollector:
         timeout: float | None = None,
         start_timeout: float | None = None,
         start_method: str = "forkserver",
-        discrete_actions: DiscreteActions | None = None,
-        envs_in_threads: bool = False,
     ) -> None:
         self._closed = True  # until the constructor is done
         self._options = options = CollectorOptions(
@@ -152,17 +134,14 @@ class MultiprocessCollector:
             restart_workers=restart_workers,
             timeout=timeout_or_default(timeout, math.inf),
             start_timeout=timeout_or_default(start_timeout, START_TIMEOUT, "start_timeout"),
-            discrete_actions=discrete_actions,
-            envs_in_threads=envs_in_threads,
         )
         makers = create_env_fn if isinstance(create_env_fn, Sequence) else [create_env_fn] * options.num_workers
         check(options, makers)
-        steps = options.steps(options.envs_per_worker)
+        options.steps(options.envs_per_worker)  # refuses what does not divide evenly
         if device is None and "device" in getattr(weight_sync_scheme, "sender_takes", ()):
             device = getattr(weight_sync_scheme, "device", None)
         devices = WorkerDevices(device)
         devices.check_workers(options.num_workers)
-        buffers.check_room(RESULTS, options.num_workers * options.envs_per_worker, steps)  # the least they will take
         self.policy = policy
         self._frames = self._batches_out = 0
         scheme = SharedMemWeightSyncScheme() if weight_sync_scheme is None else weight_sync_scheme
@@ -174,22 +153,20 @@ class MultiprocessCollector:
                 cloudpickle.dumps([maker] * options.envs_per_worker),
                 packed,
                 scheme,
-                options,
                 base + index * options.envs_per_worker,
                 device=devices.of(index),
             )
             for index, maker in enumerate(makers)
         ]
         self._pool = WorkerPool(start_method, scheme)
-        jobs = Jobs(self._pool, options.num_workers)
-        self._setup = WorkerSetup(self._pool, jobs, scheme, specs, options, devices)
-        self._batches = Batches(self._pool, jobs, self._setup, options)
-        self._finalizer = weakref.finalize(self, self._pool.abandon)
+        self._setup = WorkerSetup(self._pool, scheme, specs, options, devices)
+        self._batches = Batches(self._pool, self._setup, options)
+        self._finalizer = weakref.finalize(self, self._pool.end)
         try:
             self._setup.start(policy)
             self._batches.begin()
         except BaseException:
-            self._pool.abandon()
+            self._pool.end()
             raise
         self._closed = False
         watch_exit()
@@ -222,15 +199,11 @@ class MultiprocessCollector:
         except WorkerDied as error:
             if not self._options.restart_workers:
                 raise
-            late = [index for index in map(int, error.missing) if not self._setup.sender.is_dead(index)]
-            for index in map(int, error.missing):
-                if index not in late:
-                    self._setup.restart(index)
-            if late:
-                outcome = Outcome(WORDING)
-                outcome.add_late({index: self._pool.members[index].peer for index in late})
-                outcome.notes = ["the dead workers were restarted"]
-                raise outcome.lateness(f"version {error.version} of the policy", error.version) from error
+            dead = [index for index in map(int, error.missing) if self._setup.sender.is_dead(index)]
+            for index in dead:
+                self._setup.restart(index)
+            if len(dead) < len(error.missing):  # others are late
+                raise
             return self._setup.sender.version if error.version is None else error.version
 
     def stats(self) -> CollectorStats:
@@ -240,48 +213,26 @@ class MultiprocessCollector:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts, the policy, and in sync mode every worker's random generators. Environments are not saved.
-
-        torch.load() reads it with its defaults. After a KeyboardInterrupt it answers at once, between two steps.
-        """
+        """Counts and the policy. Neither environments nor random generators are saved."""
         self._go_on()
-        workers = self._pool.ask(STATE, time.monotonic() + self._options.start_timeout) if self._options.sync else None
         policy = {key: value.detach().clone() for key, value in state_of(self.policy).items() if torch.is_tensor(value)}
-        return {"frames": self._frames, "batches": self._batches_out, "policy": policy, "workers": workers}
+        return {"frames": self._frames, "batches": self._batches_out, "policy": policy}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of state_dict(): counts, random generators and the policy, which the workers get too.
-
-        Episodes start again.
-
-        Raises ValueError when it is of a collector with another number of workers.
-        """
+        """Restore counts and the policy, and send the policy to the workers. Episodes continue."""
         self._go_on()
-        workers = state["workers"]
-        restores = workers is not None and self._options.sync
-        if restores and workers.keys() != self._pool.members.keys():
-            raise ValueError(
-                f"the state is of {len(workers)} workers but this collector has {len(self._pool.members)}; make "
-                f"one with num_workers={len(workers)}"
-            )
         WeightStrategy("state_dict").apply_weights(self.policy, state["policy"])  # checks all keys first
-        if restores:
-            self._batches.begin_again()
-            self._pool.ask(LOAD, time.monotonic() + self._options.start_timeout, workers)
         self._frames, self._batches_out = state["frames"], state["batches"]
         self.update_policy_weights_()
 
     def shutdown(self) -> None:
         """End the workers and give their memory back; batches that were handed out stay readable. Idempotent.
 
-        Raises what an environment's close() raised, when all is done; while another exception is on its way, that is
-        logged. A Ctrl-C meanwhile ends the workers at once.
+        What an environment's close() raises is logged. A Ctrl-C meanwhile ends the workers at once.
         """
-        underway = sys.exc_info()[1] is not None
         self._closed = True
-        failures = self._pool.end()
+        self._pool.end()
         self._finalizer.detach()
-        raise_closing(failures, quietly=underway)
 
     def __enter__(self) -> MultiprocessCollector:
         return self

@@ -7,7 +7,6 @@ dtype already, and do not come here.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -53,59 +52,42 @@ def cast(array: NDArray[Any], dtype: np.dtype[Any], what: str) -> NDArray[Any]:
         at = np.argwhere(~np.atleast_1d(kept))[0]
         before, after = np.atleast_1d(array)[tuple(at)], np.atleast_1d(made)[tuple(at)]
         raise DataMismatch(
-            f"{what} has the value {before} in {array.dtype}, which would be {after} in {dtype}, the dtype of the "
-            "space; let the space have a dtype that can hold it, or convert it before"
+            f"{what} has the value {before} in {array.dtype}, which would be {after} in {dtype}; let the space "
+            "have a dtype that can hold it, or convert it before"
         )
     return made
 
 
 def number(value: Any, what: str) -> float:
     """A reward. Raises DataMismatch where it is not one number, or too large for float32."""
-    found = float(value) if isinstance(value, float) else _one(value, what)
-    if -LARGEST_FLOAT32 <= found <= LARGEST_FLOAT32 or math.isinf(found) or math.isnan(found):
-        return found
-    raise DataMismatch(f"{what} is {found}, and rewards are float32, up to {LARGEST_FLOAT32}; scale it")
+    if isinstance(value, float) and -LARGEST_FLOAT32 <= value <= LARGEST_FLOAT32:
+        return float(value)
+    return float(numbers(_as_array(value, what).reshape(-1), 1, what)[0])
 
 
 def flag(value: Any, what: str) -> bool:
     """True or False. Raises DataMismatch for anything that is not one of them."""
-    if value is True or value is False:
-        return value
-    found = bool(value) if type(value) is np.bool_ else _one(value, what)
-    if found not in (0, 1):
-        raise DataMismatch(f"{what} is {found}, and must be True or False")
-    return bool(found)
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    return bool(flags(_as_array(value, what).reshape(-1), 1, what)[0])
 
 
 def numbers(values: Any, count: int, what: str) -> NDArray[np.float64]:
     """The rewards of that many environments. Raises DataMismatch as number() does."""
     array = _one_each(values, count, what)
-    found = array.astype(np.float64, copy=False)
-    if not np.abs(found).max() <= LARGEST_FLOAT32:  # NaN too
-        for each in found:
-            number(float(each), what)
-    return found
+    cast(array, np.dtype(np.float32), what)  # refuses what is too large
+    return array.astype(np.float64, copy=False)
 
 
 def flags(values: Any, count: int, what: str) -> NDArray[np.bool_]:
     """True or False for that many environments. Raises DataMismatch as flag() does."""
-    array = _one_each(values, count, what)
-    if array.dtype == np.bool_:
-        return array
-    return np.array([flag(each, what) for each in array])
-
-
-def _one(value: Any, what: str) -> float:
-    array = _as_array(value, what)
-    if array.size != 1:
-        raise DataMismatch(f"{what} has shape {array.shape}, and must be one value")
-    return float(array.reshape(()))
+    return cast(_one_each(values, count, what), np.dtype(np.bool_), what)
 
 
 def _one_each(values: Any, count: int, what: str) -> NDArray[Any]:
     array = _as_array(values, what)
     if array.shape != (count,):
-        raise DataMismatch(f"{what} has shape {array.shape}, and must be one value for each of {count} environments")
+        raise DataMismatch(f"{what} has shape {array.shape}, and must be one value for each of {count} environment(s)")
     return array
 
 

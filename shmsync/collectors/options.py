@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..schemes import WeightSyncScheme
-from .spaces import DiscreteActions
 
-OnLag = Literal["warn", "wait", "drop"]
+OnLag = Literal["warn", "drop"]
 
 LAST_SEED = 1 << 62  # what Gymnasium, NumPy and torch all take, with room for those of each environment
 
@@ -29,8 +28,6 @@ class CollectorOptions:
     restart_workers: bool
     timeout: float
     start_timeout: float
-    discrete_actions: DiscreteActions | None
-    envs_in_threads: bool
 
     def steps(self, environments: int) -> int:
         """How many steps of each environment are in a batch, where a worker has so many of them.
@@ -54,7 +51,6 @@ class WorkerSpec:
     makers: bytes  # a list of functions that make an environment, by cloudpickle
     policy: bytes
     scheme: WeightSyncScheme
-    options: CollectorOptions
     seed: int
     rows: tuple[int, int] = (0, 0)  # first and end: its rows of a batch, when its environments are counted
     device: str | None = None  # where the policy computes; None: where it is
@@ -69,12 +65,5 @@ def check(options: CollectorOptions, makers: Sequence[Any]) -> None:
         )
     if not all(callable(maker) for maker in makers):
         raise TypeError("create_env_fn makes environments: pass a function such as lambda: gymnasium.make(...)")
-    if not isinstance(options.envs_in_threads, bool):
-        given = f"{options.envs_in_threads!r} ({type(options.envs_in_threads).__name__})"
-        raise TypeError(
-            f"envs_in_threads is True or False, not {given}; how many environments a worker has is envs_per_worker="
-        )
-    if options.on_lag not in ("warn", "wait", "drop"):
-        raise ValueError(f'on_lag is "warn", "wait" or "drop", not {options.on_lag!r}')
-    if options.discrete_actions not in (None, "index", "value"):
-        raise ValueError(f'discrete_actions is None, "index" or "value", not {options.discrete_actions!r}')
+    if options.on_lag not in ("warn", "drop"):
+        raise ValueError(f'on_lag is "warn" or "drop", not {options.on_lag!r}')

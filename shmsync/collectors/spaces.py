@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
-from numpy.typing import NDArray
 
 from ..engine.source.leaf_check import problem_with_key
 from ..errors import DataMismatch
 from ..memory.manifest import Key
 from .env_values import cast
-
-DiscreteActions = Literal["index", "value"]
-_WHOLE = {
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64
-}  # fmt: skip
 
 
 def leaves(space: gymnasium.Space[Any], key: Key) -> dict[Key, torch.Tensor]:
@@ -29,18 +23,11 @@ def leaves(space: gymnasium.Space[Any], key: Key) -> dict[Key, torch.Tensor]:
     """
     if isinstance(space, spaces.Dict):
         found: dict[Key, torch.Tensor] = {}
-        if not space.spaces:
-            raise DataMismatch(
-                f"{'.'.join(key)} is a Dict without keys: {space}; leave it out, or wrap the environment"
-            )
         for name, inner in space.spaces.items():
-            if not isinstance(name, str):
+            if not isinstance(name, str) or problem_with_key((name,)):
                 raise DataMismatch(
-                    f"the space {'.'.join(key)} has the key {name!r} ({type(name).__name__}), and the keys of a batch "
-                    f"are words; name it {str(name)!r}"
+                    f"the space {'.'.join(key)} has the key {name!r}, and the keys of a batch are words; rename it"
                 )
-            if reason := problem_with_key((*key, name)):
-                raise DataMismatch(f"the space {'.'.join(key)} has a key that {reason}: {name!r}")
             found |= leaves(inner, (*key, name))
         return found
     if not isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
@@ -66,126 +53,54 @@ def part(observation: Any, path: Key, call: str) -> Any:
     return observation
 
 
-def unknown(observation: Any, space: gymnasium.Space[Any], path: Key = ()) -> list[str]:
-    """The keys of an observation that its space does not have."""
-    if not isinstance(space, spaces.Dict) or not isinstance(observation, Mapping):
-        return []
-    found = [".".join((*path, str(name))) for name in observation if name not in space.spaces]
-    for name, inner in space.spaces.items():
-        if name in observation:
-            found += unknown(observation[name], inner, (*path, name))
-    return found
-
-
 def form(space: gymnasium.Space[Any]) -> tuple[Any, ...]:
     """What two action spaces must have in common, so that one policy acts in both."""
     details = [np.asarray(getattr(space, name, 0)).tolist() for name in ("n", "nvec", "start")]
     return (type(space).__name__, space.shape, str(space.dtype), *details)
 
 
-def to_env(
-    space: gymnasium.Space[Any], discrete_actions: DiscreteActions | None = None
-) -> Callable[[torch.Tensor], Any]:
+def to_env(space: gymnasium.Space[Any]) -> Callable[[torch.Tensor], Any]:
     """How a batch of actions `[n, ...]` becomes n actions of this space, in a list or an array.
 
-    Discrete actions may be one-hot.
-
-    The function raises ValueError for actions that do not fit.
+    An action is a value of the space; one of a Box may lie outside its bounds. The function raises DataMismatch for
+    actions that do not fit.
     """
+    first: Any = 0
+    end: Any = None
     if isinstance(space, spaces.Discrete):
-        return _discrete(space, discrete_actions)
-    if isinstance(space, spaces.MultiDiscrete):
-        started = _started(space, discrete_actions) if np.any(space.start) else None
-        return _array(space, started)
-    if isinstance(space, (spaces.Box, spaces.MultiBinary)):
-        return _array(space, None)
-    raise TypeError(f"actions of {type(space).__name__} are not supported; wrap the environment")
-
-
-def _discrete(space: spaces.Discrete, choice: DiscreteActions | None) -> Callable[[torch.Tensor], Any]:
-    count, start = int(space.n), int(space.start)
-    started = _started(space, choice) if start else None
-
-    def discrete(actions: torch.Tensor) -> list[Any]:
-        if actions.dtype not in _WHOLE:
-            raise DataMismatch(
-                f"the policy gave {actions.dtype} {tuple(actions.shape)} as actions of {space}; let it return the "
-                "index of the action, for example logits.argmax(-1)"
-            )
-        shape = actions.shape
-        if len(shape) == 2 and shape[1] == count > 1:  # one-hot
-            hot = actions != 0
-            if not bool((hot.sum(-1) == 1).all()) or not bool((actions[hot] == 1).all()):
-                raise DataMismatch(
-                    f"the policy gave {actions.tolist()} as one-hot actions of {space}; each row must have one 1, "
-                    "and 0 elsewhere"
-                )
-            return [start + i for i in hot.to(torch.uint8).argmax(-1).tolist()]
-        if len(shape) != 1 and actions.numel() != shape[0]:
-            raise DataMismatch(
-                f"the policy gave actions of shape {tuple(actions.shape)} but {space} needs one index for each "
-                f"environment, [{len(actions)}], or one-hot, [{len(actions)}, {count}]"
-            )
-        if started is not None:
-            return started(actions.detach().reshape(len(actions)).numpy()).tolist()
-        chosen: list[Any] = (actions if len(shape) == 1 else actions.reshape(shape[0])).tolist()
-        for action in chosen:
-            if not 0 <= action < count:
-                raise DataMismatch(f"the policy gave the action {action}, which is not in {space}")
-        return chosen
-
-    return discrete
-
-
-def _started(space: Any, choice: DiscreteActions | None) -> Callable[[NDArray[Any]], NDArray[Any]]:
-    """How actions of a space whose first one is not 0 are understood: as indices, or as values of the space."""
-    count, start = np.asarray(getattr(space, "nvec", getattr(space, "n", 0))), np.asarray(space.start)
-    if choice is None and np.any((start != 0) & (np.abs(start) < count)):
-        raise DataMismatch(
-            f"an action of {space} may be meant as an index from 0 or as a value from {start.tolist()}, and some "
-            'numbers are both; say which the policy gives: discrete_actions="index" (argmax) or "value"'
-        )
-
-    def shifted(actions: NDArray[Any]) -> NDArray[Any]:
-        given = actions.astype(np.int64)
-        is_index, is_value = (given >= 0) & (given < count), (given >= start) & (given < start + count)
-        taken = {"index": is_index, "value": is_value, None: is_index | is_value}[choice]
-        if not taken.all():
-            raise DataMismatch(
-                f"the policy gave the actions {given.tolist()}, which are not all in {space}"
-                + (f', as discrete_actions="{choice}" understands them' if choice else " or indices of it")
-            )
-        as_index = is_index if choice is None else np.full(given.shape, choice == "index")
-        return np.where(as_index, given + start, given)
-
-    return shifted
-
-
-def _array(
-    space: gymnasium.Space[Any], started: Callable[[NDArray[Any]], NDArray[Any]] | None
-) -> Callable[[torch.Tensor], Any]:
+        first, end = int(space.start), int(space.start + space.n)
+    elif isinstance(space, spaces.MultiDiscrete):
+        first, end = space.start, space.start + space.nvec
+    elif isinstance(space, spaces.MultiBinary):
+        end = 2
+    elif not isinstance(space, spaces.Box):
+        raise TypeError(f"actions of {type(space).__name__} are not supported; wrap the environment")
     shape, dtype = tuple(space.shape or ()), np.dtype(space.dtype)
-    counts = getattr(space, "nvec", None) if started is None else None  # what started() gives is in the space
-    counts = 2 if isinstance(space, spaces.MultiBinary) else counts
+    is_discrete = isinstance(space, spaces.Discrete)
 
-    def array(actions: torch.Tensor) -> NDArray[Any]:
+    def convert(actions: torch.Tensor) -> Any:
         if tuple(actions.shape[1:]) != shape:
+            form = ", ".join(map(str, ("environments", *shape)))
+            example = ", for example logits.argmax(-1)" if is_discrete else ""
             raise DataMismatch(
-                f"the policy gave actions of shape {tuple(actions.shape[1:])} but {space} has {shape}; let it "
-                f"return [environments, {', '.join(map(str, shape))}]"
+                f"the policy gave actions of shape {tuple(actions.shape)} but {space} needs [{form}]{example}"
             )
         actions = actions.detach()
         # NumPy has no bfloat16; float32 holds each of its values.
         given = (actions.float() if actions.dtype == torch.bfloat16 else actions).numpy()
-        if started is not None:
-            given = started(cast(given, np.dtype(np.int64), f"the policy's action of {space}"))
         made = cast(given, dtype, f"the policy's action of {space}")
-        if counts is not None and not ((made >= 0) & (made < counts)).all():
+        if is_discrete:
+            chosen = made.tolist()
+            fits = all(first <= action < end for action in chosen)  # sooner than NumPy, for few
+        else:
+            # An environment may write into its action, and the policy's tensor may be a view of the weights.
+            chosen = made.copy() if made is given else made
+            fits = end is None or bool(((made >= first) & (made < end)).all())
+        if not fits:
             raise DataMismatch(f"the policy gave the actions {made.tolist()}, which are not all in {space}")
-        # An environment may write into its action, and the policy's tensor may be a view of the weights.
-        return made.copy() if made is given else made
+        return chosen
 
-    return array
+    return convert
 
 
 def as_mapping(out: Any) -> Mapping[Any, torch.Tensor]:

@@ -50,7 +50,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.full  # engine/death kills trainers; the demo's test kills an actor
 def test_workers_go_when_the_trainer_is_killed(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

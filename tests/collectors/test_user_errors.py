@@ -12,30 +12,24 @@ from support.environments.basic import SCHEMES, Constant, Counting, Failing, Fir
 from support.environments.raising import ENVIRONMENT, KINDS, PLACES, WORDS, Closing, RaisingEnv, RaisingPolicy
 from support.processes import until, workers
 
-# What the worker's own loops and pipes raise too: in some places it could be taken for theirs.
-MISTAKEN = ["StopIteration", "EOFError", "BrokenPipeError", "KeyboardInterrupt"]
-AS_THEY_ARE = {
-    "RuntimeError",
-    "EOFError",
-    "BrokenPipeError",
-    "ConnectionResetError",
-    "OSError",
-    "Frozen",
-    "ExceptionGroup",
-}
+AS_THEY_ARE = ["RuntimeError", "EOFError", "BrokenPipeError", "Frozen"]
+ENDING = [
+    "StopIteration",
+    "SystemExit",
+    "KeyboardInterrupt",
+    "Unpicklable",
+    "Disguised",
+]  # a loop, a program, or a pipe
 
 
-@pytest.mark.parametrize("kind", MISTAKEN)
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("sync", [True, False])
-def test_what_user_code_raises_in_any_place_arrives_with_its_traceback(kind, place, sync):
-    check_what_arrives(kind, place, sync)
+def test_what_user_code_raises_in_any_place_arrives_with_its_traceback(place):
+    check_what_arrives("EOFError", place, sync=True)  # the worker's own pipes raise it too
 
 
-@pytest.mark.parametrize(("place", "sync"), [("step", True), ("later reset", False)])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in MISTAKEN])
-def test_whatever_it_raises_arrives_with_its_traceback(kind, place, sync):
-    check_what_arrives(kind, place, sync)
+@pytest.mark.parametrize("kind", [kind for kind in AS_THEY_ARE + ENDING if kind != "EOFError"])
+def test_whatever_it_raises_arrives_with_its_traceback(kind):
+    check_what_arrives(kind, "step", sync=False)
 
 
 def check_what_arrives(kind, place, sync):
@@ -46,8 +40,7 @@ def check_what_arrives(kind, place, sync):
         batches = MultiprocessCollector(env, policy, num_workers=2, frames_per_batch=20, total_frames=2000, sync=sync)
         try:
             for _ in batches:
-                if place == "close":
-                    break
+                pass
         finally:
             batches.shutdown()
     error = caught.value
@@ -55,18 +48,15 @@ def check_what_arrives(kind, place, sync):
     if kind in AS_THEY_ARE:
         assert type(error) is type(KINDS[kind]())
     else:
-        assert type(error) is RuntimeError and kind.split()[0] in str(error)
-    if kind not in ("ExceptionGroup", "BaseExceptionGroup", "SystemExit with a code"):
-        assert WORDS in str(error)
+        assert type(error) is RuntimeError and kind in str(error)
+    assert WORDS in str(error)
     assert workers() <= before
 
 
-@pytest.mark.parametrize(("scheme", "sync"), list(zip(SCHEMES, [True, False], strict=True)))
-def test_an_update_raises_what_ended_a_worker(collector, scheme, sync):
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_update_raises_what_ended_a_worker(collector, scheme):
     env = functools.partial(RaisingEnv, "EOFError", "later reset")
-    batches = collector([Counting, env], Constant(), sync=sync, weight_sync_scheme=scheme(), frames_per_batch=400)
-    if sync:
-        batches._batches.begin_round()
+    batches = collector([Counting, env], Constant(), sync=False, weight_sync_scheme=scheme(), frames_per_batch=400)
     until(lambda: batches._pool.members[1].process.exitcode is not None)
     with pytest.raises(EOFError) as caught:
         batches.update_policy_weights_()
@@ -82,20 +72,11 @@ def test_an_update_starts_a_worker_again_that_failed_once(collector, tmp_path):
     assert batches.stats().restarts == 1
 
 
-def test_every_environment_is_closed_also_when_one_of_them_fails(tmp_path):
-    envs = [functools.partial(Closing, tmp_path / str(index), index == 0) for index in range(2)]
-    batches = MultiprocessCollector(envs[0], Constant(), num_workers=1, envs_per_worker=2, frames_per_batch=20)
+def test_every_environment_is_closed_and_what_a_close_raises_is_logged(tmp_path, caplog):
+    envs = [functools.partial(Closing, tmp_path / "closed", fails=True)]
+    batches = MultiprocessCollector(envs, Constant(), num_workers=1, envs_per_worker=2, frames_per_batch=20)
     next(batches)
-    with pytest.raises(ValueError, match="cannot close"):
+    with caplog.at_level(logging.WARNING, "shmsync"):
         batches.shutdown()
-    batches.shutdown()  # the second one has nothing to say
-    assert (tmp_path / "0").read_text() == "closed" * 2
-
-
-def test_a_failing_close_does_not_hide_the_error_under_way(tmp_path, caplog):
-    env = functools.partial(Closing, tmp_path / "0", True)
-    with caplog.at_level(logging.WARNING, "shmsync"), pytest.raises(ZeroDivisionError):  # noqa: SIM117
-        with MultiprocessCollector(env, Constant(), num_workers=1, frames_per_batch=20) as batches:
-            next(batches)
-            raise ZeroDivisionError
+    assert (tmp_path / "closed").read_text() == "closed" * 2
     assert "cannot close" in caplog.text

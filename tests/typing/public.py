@@ -136,7 +136,7 @@ def several_machines(policy: nn.Module, actors: list[Any]) -> None:
 
 
 def collector(policy: nn.Module) -> None:
-    with MultiprocessCollector(lambda: None, policy, num_workers=2, frames_per_batch=20, on_lag="wait") as batches:
+    with MultiprocessCollector(lambda: None, policy, num_workers=2, frames_per_batch=20, on_lag="drop") as batches:
         for batch in batches:
             assert_type(batch, TensorDict)
         assert_type(batches.update_policy_weights_(), int)

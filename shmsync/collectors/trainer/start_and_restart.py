@@ -16,8 +16,7 @@ from ...schemes import WeightSyncScheme
 from ...schemes.arenas.worker_devices import WorkerDevices
 from .. import buffers
 from ..options import CollectorOptions, WorkerSpec
-from ..worker.collector_process import HELLO, LAYOUT, START
-from .jobs import Jobs
+from ..worker.collector_process import COLLECT, HELLO, LAYOUT, START
 from .worker_pool import WorkerPool
 
 _log = logging.getLogger("shmsync")
@@ -25,10 +24,9 @@ _log = logging.getLogger("shmsync")
 
 @dataclass(eq=False, repr=False)
 class WorkerSetup:
-    """The workers of one collector. Any of its calls may be interrupted by a signal handler that raises."""
+    """The workers of one collector. A restart that a Ctrl-C has ended is done again by finish_restarts()."""
 
     pool: WorkerPool
-    jobs: Jobs
     scheme: WeightSyncScheme
     specs: list[WorkerSpec]
     options: CollectorOptions
@@ -39,7 +37,7 @@ class WorkerSetup:
         """Start all workers, send them their first weights, and give them their rows of the batches."""
         deadline = time.monotonic() + self.options.start_timeout
         members = [self.pool.start(spec) for spec in self.specs]
-        self.pool.answers(HELLO, 0, deadline, self.pool.members)
+        self.pool.answers(HELLO, deadline, self.pool.members)
         # Schemes that take no devices bring weights to wherever a policy is.
         placed = not self.devices.unset and "device" in self.scheme.sender_takes
         place: dict[str, Any] = {"device": self.devices} if placed else {}
@@ -53,7 +51,9 @@ class WorkerSetup:
             )
             self.sender = self.scheme.get_sender()
             self.sender.send(timeout=self.options.start_timeout)
-        leaves, count = _agreed(self.pool.ask(LAYOUT, deadline))
+        for member in members:
+            member.send(LAYOUT)
+        leaves, count = _agreed(self.pool.answers(LAYOUT, deadline, self.pool.members))
         steps = self.options.steps(count)
         # A worker's environments are numbered after those of the workers before it, and seeded so: the same seed gives
         # the same frames, however they are made.
@@ -75,26 +75,25 @@ class WorkerSetup:
         # Another stretch of the same seed would repeat the frames that the dead one has delivered already.
         spec = replace(self.specs[index], seed=self.specs[index].seed + 7919 * self.restarts)
         member = self.pool.start(spec)
-        self.pool.answers(HELLO, 0, deadline, [index])
+        self.pool.answers(HELLO, deadline, [index])
         with self.reasons():
             self.sender.register_worker(index, member.weights, member.process)
             resend = getattr(self.sender, "resend", None)  # not in schemes without pipes
             if resend is not None:
                 resend(index, timeout=self.options.start_timeout)
         self._join(spec)
-        self.jobs.send(index)
 
     def _join(self, spec: WorkerSpec) -> None:
         member = self.pool.members[spec.index]
         member.send(START, (self.memory.spec, spec.rows, spec.seed))
+        for buffer in member.orders:  # those of the worker before it
+            member.send(COLLECT, buffer)
         member.joined = True
 
     def finish_restarts(self) -> None:
         """Do what an interrupted call has left half done."""
-        for index, member in self.pool.members.items():
-            if not member.joined:
-                self.restart(index)
-            self.jobs.send(index)
+        for index in [index for index, member in self.pool.members.items() if not member.joined]:
+            self.restart(index)
 
     def rows(self, index: int) -> slice:
         """A worker's rows of a batch."""

@@ -8,7 +8,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 from ...engine.outcome import Failure, Outcome, Wording
 from ...memory.system.exiting import stay_if_exiting
@@ -17,7 +17,7 @@ from ...schemes import WeightSyncScheme
 from ...schemes.link.connection import Channel
 from ...schemes.link.gather import LinkPoll
 from ..options import WorkerSpec
-from ..worker.collector_process import BATCH, CLOSED, ERROR, STOP, run
+from ..worker.collector_process import BATCH, COLLECT, ERROR, STOP, run
 
 PRELOADED = ["torch", "tensordict", "gymnasium", "cloudpickle", "shmsync.collectors"]
 _AWAITED = "the next message of a collector's workers"
@@ -49,10 +49,9 @@ class WorkerProcess:
         control_there.close()
         self.joined = False  # it has its weights and knows its buffers
         self.delivered = False  # a batch since it was started
-        self.newest_job = 0  # the serial of the newest job that was sent to it
-        self.answers: dict[str, tuple[int, Any]] = {}  # by word: the number of the question, and the answer
+        self.orders: list[int] = []  # the buffers that it has to fill
+        self.answers: dict[str, Any] = {}  # by word
         self.failure: Failure | None = None
-        self.closing: Failure | None = None  # what a close() of an environment raised
         self.over = False  # it is dead, and its messages were all read
         self._raised = False  # its failure was
 
@@ -67,14 +66,18 @@ class WorkerProcess:
         return self.over or self.failure is not None
 
     def raise_loss(self) -> None:
-        """Raise what it failed with, or WorkerDied."""
+        """Raise what it failed with, as an exception that may end a loop or a program, or WorkerDied."""
         if self.failure is None:
             self.process.join(1)  # a fork server reports the exit code a moment after the death
             outcome = Outcome(_WORDING)
             outcome.dead[self.index] = str(self.peer)
             raise outcome.death(_AWAITED, None)
         self._raised = True
-        raise_error(self.index, self.failure)
+        error = self.failure.exception()
+        if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
+            # StopIteration would end the trainer's loop as if all frames were there, as in PEP 479.
+            error = RuntimeError(self.failure.summary)
+        raise error from RuntimeError(f"collector worker {self.index} failed:\n{self.failure.trace}")
 
     def log_loss(self) -> None:
         """Log its failure, unless a call has raised it."""
@@ -87,6 +90,11 @@ class WorkerProcess:
         if not self.channel.closed:
             self.channel.send(pickle.dumps((word, content)))
 
+    def order(self, buffer: int) -> None:
+        """Let it fill this buffer."""
+        self.orders.append(buffer)
+        self.send(COLLECT, buffer)
+
     def end(self, deadline: float) -> None:
         """Wait until the deadline for the process to stop, then kill it. Idempotent."""
         self.process.join(max(0.0, deadline - time.monotonic()))
@@ -98,28 +106,28 @@ class WorkerProcess:
 
 
 class WorkerPool:
-    """All workers, by index, and what they use. Any of its waits may be interrupted, and called again."""
+    """All workers, by index, and what they use. A wait that a Ctrl-C has ended may be called again."""
 
     def __init__(self, start_method: str, scheme: WeightSyncScheme) -> None:
         self._context = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
             self._context.set_forkserver_preload(PRELOADED)
         self.members: dict[int, WorkerProcess] = {}
-        self.on_batch: Callable[[WorkerProcess, Any], None]  # gets what a BATCH says; idempotent
+        self.filled: dict[tuple[int, int], None] = {}  # (worker, buffer) of each batch, in the order of arrival
         self.fd = -1  # of the buffers
-        self._questions = 0
+        self._scheme = scheme
         self._pid = os.getpid()
-        self._hurry = False  # kill the workers at once
-        self._closing = [self._stop, scheme.shutdown, self._close_buffers]  # what end() has to do yet
-        self._failures: list[tuple[int, Failure]] = []  # what closing environments raised
 
     def start(self, spec: WorkerSpec) -> WorkerProcess:
-        """Start a worker, in place of an earlier one of its index."""
+        """Start a worker, in place of an earlier one of its index, whose orders it takes over."""
         earlier = self.members.get(spec.index)
         if earlier is not None:
-            earlier.joined = False  # if this is interrupted, it is known that it has to be done again
+            earlier.joined = False  # a Ctrl-C before the new one has joined: restart() is called again
             earlier.end(0.0)
-        member = self.members[spec.index] = WorkerProcess(self._context, spec)
+        member = WorkerProcess(self._context, spec)
+        if earlier is not None:
+            member.orders = earlier.orders
+        self.members[spec.index] = member
         return member
 
     def read(self, member: WorkerProcess) -> None:
@@ -132,15 +140,15 @@ class WorkerPool:
         try:
             while (found := channel.peek()) is not None:
                 word, content = found[0]
+                del channel.arrived[0]
                 if word == ERROR:
                     member.failure = content
-                elif word == CLOSED:
-                    member.closing = content
                 elif word == BATCH:
-                    self.on_batch(member, content)
+                    member.delivered = True
+                    member.orders.remove(content)
+                    self.filled[member.index, content] = None
                 else:
                     member.answers[word] = content
-                del channel.arrived[0]  # last: an interrupted read() handles the message again
         except EOFError:
             gone = True
         member.over = gone
@@ -169,91 +177,40 @@ class WorkerPool:
                 self.read(waiting[index])
         return None
 
-    def answers(self, word: str, number: int, deadline: float, workers: Iterable[int]) -> dict[int, Any]:
-        """Wait until each of these workers has answered this question.
+    def answers(self, word: str, deadline: float, workers: Iterable[int]) -> dict[int, Any]:
+        """Wait until each of these workers has sent this word. Returns the content of each.
 
         Raises WorkerDied, AckTimeout, or what a worker failed with.
         """
         asked = list(workers)
-
-        def answered() -> bool:
-            return all(self.members[index].answers.get(word, (-1, None))[0] == number for index in asked)
-
-        lost = self.wait(answered, deadline, asked)
+        lost = self.wait(lambda: all(word in self.members[index].answers for index in asked), deadline, asked)
         if lost is not None:
             lost.raise_loss()
-        return {index: self.members[index].answers[word][1] for index in asked}
+        return {index: self.members[index].answers[word] for index in asked}
 
-    def ask(self, word: str, deadline: float, contents: dict[int, Any] | None = None) -> dict[int, Any]:
-        """Ask all workers, each with its content, and wait for their answers. Raises as answers() does."""
-        self._questions += 1  # so that the answer to a question that was interrupted counts for no later one
-        number = self._questions
-        for index, member in self.members.items():
-            member.send(word, (number, None if contents is None else contents[index]))
-        return self.answers(word, number, deadline, self.members)
-
-    def end(self) -> list[tuple[int, Failure]]:
-        """End the workers, then what they used. Idempotent. Returns what closing environments raised, once.
-
-        A Ctrl-C meanwhile kills the workers that are still there, and is raised when all is done.
-        """
+    def end(self) -> None:
+        """End the workers, then what they used. Idempotent. A Ctrl-C meanwhile ends the workers at once."""
         if self._pid != os.getpid():  # this is a forked child that ends; the workers are the trainer's
-            return []
-        raised: BaseException | None = None
-        while self._closing:
-            try:
-                self._closing[0]()
-                del self._closing[0]
-            except KeyboardInterrupt as error:
-                raised, self._hurry = error, True  # and the same step once more
-            except BaseException as error:
-                raised = error if raised is None else raised
-                del self._closing[0]
-        if raised is not None:
-            raise raised
-        found, self._failures = self._failures, []
-        return found
-
-    def abandon(self) -> None:
-        """End it for a collector without shutdown(), where no call can raise an error."""
-        raise_closing(self.end(), quietly=True)
-
-    def _stop(self) -> None:
-        for member in self.members.values():
-            member.send(STOP)
-        deadline = time.monotonic() + (0.0 if self._hurry else 5.0)
-        while (living := {i: each for i, each in self.members.items() if not each.dead}) and (
-            time.monotonic() < deadline
-        ):
-            for index, _ in LinkPoll(living).wait(living, deadline):
-                self.read(living[index])
-        for member in self.members.values():
-            self.read(member)
-            member.end(deadline)
-            member.log_loss()
-        self._failures += [(each.index, each.closing) for each in self.members.values() if each.closing is not None]
-        self.members = {}
-
-    def _close_buffers(self) -> None:
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-
-def raise_error(index: int, failure: Failure) -> NoReturn:
-    """Raise a worker's exception, as one that an iterator or a whole program may be left with.
-
-    StopIteration would end the trainer's loop as if all frames were there, as in PEP 479.
-    """
-    error = failure.exception()
-    if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
-        error = RuntimeError(failure.summary)
-    raise error from RuntimeError(f"collector worker {index} failed:\n{failure.trace}")
-
-
-def raise_closing(failures: list[tuple[int, Failure]], *, quietly: bool) -> None:
-    """Raise what closing environments raised; `quietly`: log it, since another error is on its way."""
-    for index, failure in failures if quietly else failures[1:]:
-        _log.warning("an environment of collector worker %d failed to close:\n%s", index, failure.trace)
-    if failures and not quietly:
-        raise_error(*failures[0])
+            return
+        deadline = time.monotonic() + 5.0
+        try:
+            for member in self.members.values():
+                member.send(STOP)
+            while (living := {i: each for i, each in self.members.items() if not each.dead}) and (
+                time.monotonic() < deadline
+            ):
+                for index, _ in LinkPoll(living).wait(living, deadline):
+                    self.read(living[index])
+        except BaseException:
+            deadline = 0.0
+            raise
+        finally:
+            for member in self.members.values():
+                self.read(member)
+                member.end(deadline)
+                member.log_loss()
+            self.members = {}
+            if self.fd >= 0:
+                os.close(self.fd)
+                self.fd = -1
+            self._scheme.shutdown()

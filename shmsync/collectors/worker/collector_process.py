@@ -22,13 +22,11 @@ from ...workers.rank_process import report, seed_generators
 from ..buffers import Buffers, BufferSpec
 from ..options import WorkerSpec
 from ..policy_packing import bring
-from . import rng_state as saved
 from .rollout import Rollout
-from .threads import EnvInThread
 
 # The words of the trainer, then those of the worker. A message is (word, content).
-START, COLLECT, LAYOUT, STATE, LOAD, STOP = "start", "collect", "layout", "state", "load", "stop"
-HELLO, BATCH, ERROR, CLOSED = "hello", "batch", "error", "closed"  # and LAYOUT, STATE, LOAD: (number, answer)
+LAYOUT, START, COLLECT, STOP = "layout", "start", "collect", "stop"
+HELLO, BATCH, ERROR = "hello", "batch", "error"  # and LAYOUT
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
@@ -51,7 +49,7 @@ def run(spec: WorkerSpec, weights: Connection, control: Connection) -> None:
             env.close()
         except BaseException as error:
             if not failed:
-                report(control, CLOSED, error)
+                report(control, ERROR, error)
             failed = True
     if failed:
         raise SystemExit(1)
@@ -90,7 +88,7 @@ class _Worker:
         if spec.device is not None:
             bring(policy, spec.device)
         for make in cloudpickle.loads(spec.makers):
-            envs.append(EnvInThread(make) if spec.options.envs_in_threads else make())
+            envs.append(make())
         spec.scheme.init_on_worker("policy", pipe=weights, model=policy, worker_idx=spec.index)
         self._receiver = receiver = spec.scheme.get_receiver()
         self._spec = spec
@@ -101,18 +99,11 @@ class _Worker:
         self._poll.register(weights, select.POLLIN)
         self._poll.register(control, select.POLLIN)
         self._commands: deque[tuple[str, Any]] = deque()
-        self._obeyed = 0  # the serial of the newest order
 
     def serve(self) -> None:
         """Do what the trainer says, until it says stop. Then leave the scheme."""
-        self._control.send((HELLO, (0, None)))
-        do: dict[str, Callable[[Any], None]] = {
-            START: self._start,
-            LAYOUT: self._layout,
-            COLLECT: self._collect,
-            STATE: self._state,
-            LOAD: self._load,
-        }
+        self._control.send((HELLO, None))
+        do: dict[str, Callable[[Any], None]] = {LAYOUT: self._layout, START: self._start, COLLECT: self._collect}
         while True:
             word, content = self._next()
             if word == STOP:
@@ -137,9 +128,9 @@ class _Worker:
                 self._commands.append(self._control.recv())
         return bool(ready)
 
-    def _layout(self, number_and_nothing: tuple[int, None]) -> None:
+    def _layout(self, _: None) -> None:
         self._rollout.reset(self._spec.seed)
-        self._control.send((LAYOUT, (number_and_nothing[0], (self._rollout.layout(), self._rollout.count))))
+        self._control.send((LAYOUT, (self._rollout.layout(), self._rollout.count)))
 
     def _start(self, place: tuple[BufferSpec, tuple[int, int], int]) -> None:
         memory, rows, seed = place
@@ -148,31 +139,11 @@ class _Worker:
         self._rollout.reset(seed)
         self._rollout.seed_actions(seed)
 
-    def _collect(self, order: tuple[int, int]) -> None:
-        buffer, serial = order
-        if serial <= self._obeyed:  # the trainer was interrupted, and said it once more
-            return
-        self._obeyed = serial
+    def _collect(self, buffer: int) -> None:
         if self._rollout.collect(buffer, self._between):
-            self._control.send((BATCH, order))
+            self._control.send((BATCH, buffer))
 
     def _between(self) -> bool:
-        """Apply new weights between two steps, when no forward runs. False: the trainer has said STOP or LOAD."""
-        if not self._look(0) and not self._commands:
-            return True
-        words = [word for word, _ in self._commands]
-        # A trainer that was interrupted in its wait for this batch saves the state now, not when the batch is done.
-        if STATE in words and LOAD not in words[: words.index(STATE)]:
-            _, content = self._commands[words.index(STATE)]
-            del self._commands[words.index(STATE)]
-            self._state(content)
-        return STOP not in words and LOAD not in words  # what was ordered before a LOAD counts for nothing
-
-    def _state(self, number_and_nothing: tuple[int, None]) -> None:
-        self._control.send((STATE, (number_and_nothing[0], saved.generators(self._rollout.envs))))
-
-    def _load(self, number_and_state: tuple[int, dict[str, Any]]) -> None:
-        number, state = number_and_state
-        saved.restore(state, self._rollout.envs)
-        self._rollout.reset()
-        self._control.send((LOAD, (number, None)))
+        """Apply new weights between two steps, when no forward runs. False: the trainer has said STOP."""
+        self._look(0)
+        return not any(word == STOP for word, _ in self._commands)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
 import torch
-from gymnasium import spaces as gym_spaces
 from numpy.typing import NDArray
 
 from ...errors import DataMismatch
 from ...memory.manifest import Key
-from ...memory.slab.available import refuse_too_large
 from .. import spaces
 from ..buffers import frame
 from ..env_values import fit
@@ -44,8 +41,6 @@ class Observations:
         self.space = space
         leaves = spaces.leaves(space, OBSERVATION)
         self.layout = frame(leaves)
-        needed = count * sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
-        refuse_too_large(needed, f"{count} observation(s)", "use a smaller observation space, or envs_per_worker=")
         self.parts = []
         for key, leaf in leaves.items():
             now = torch.empty((count, *leaf.shape), dtype=leaf.dtype, device="cpu").numpy()
@@ -57,23 +52,10 @@ class Observations:
         some.parts = [part._replace(now=part.now[rows]) for part in self.parts]
         return some
 
-    def check_keys(self, observation: Any, call: str) -> None:
-        """Raise DataMismatch for an observation that has keys which its space lacks. Take its leaves first."""
-        if self.nested and (extra := spaces.unknown(observation, self.space)):
-            raise DataMismatch(
-                f"the observation of {call} has {', '.join(extra)}, which its space does not have: {self.space}; "
-                "add them to the space, or leave them out"
-            )
-
     @property
     def now(self) -> list[NDArray[Any]]:
         """The leaves of what the policy sees next, `[n, ...]`."""
         return [part.now for part in self.parts]
-
-    @property
-    def nested(self) -> bool:
-        """Has an observation keys?"""
-        return isinstance(self.space, gym_spaces.Dict)
 
 
 def leaf(observation: Any, part: Part, shape: tuple[int, ...], call: str) -> Any:

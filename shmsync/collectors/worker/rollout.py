@@ -11,7 +11,6 @@ from gymnasium import vector
 from numpy.typing import NDArray
 from torch import nn
 
-from ...errors import DataMismatch
 from ...memory.manifest import Key
 from .. import spaces
 from ..buffers import RESULTS, Buffers, Leaves
@@ -19,7 +18,6 @@ from ..options import WorkerSpec
 from .acting import ACTION, Actor, output
 from .observation_buffers import Observations, check_alike
 from .singles import Results, SingleEnvs
-from .threads import ThreadedEnvs
 from .vectors import VectorGroup, is_vector
 
 
@@ -30,33 +28,20 @@ class Rollout:
     """
 
     def __init__(self, envs: Sequence[Any], policy: nn.Module, version: Callable[[], int], spec: WorkerSpec) -> None:
-        self.envs = envs
         self._version = version
         self._worker = worker = spec.index
-        kinds = [is_vector(env) for env in envs]
-        of_vectors = any(kinds)
-        if of_vectors and not all(kinds):
-            raise DataMismatch(
-                f"worker {worker} has single environments and vector environments; let create_env_fn make one kind"
-            )
-        if spec.options.envs_in_threads and of_vectors:
-            raise DataMismatch(
-                f"envs_in_threads=True gives single environments a thread each, but worker {worker} has a vector "
-                "environment; leave it out, or let create_env_fn make a single one, and envs_per_worker= say how many"
-            )
+        of_vectors = is_vector(envs[0])
         prefix = "single_" if of_vectors else ""
         found = [(getattr(env, f"{prefix}observation_space"), getattr(env, f"{prefix}action_space")) for env in envs]
         check_alike(found, worker)
-        self._to_env = spaces.to_env(found[0][1], spec.options.discrete_actions)
+        self._to_env = spaces.to_env(found[0][1])
         singles = _unrolled(envs) if of_vectors else list(envs)
         self.count = len(singles) if singles is not None else sum(int(env.num_envs) for env in envs)
         self._observations = Observations(found[0][0], self.count)
         self._actor = Actor(policy, self._observations, self.count, spec.device)
         self._singles: SingleEnvs | None = None
         self._vectors: list[tuple[VectorGroup, slice]] = []
-        if spec.options.envs_in_threads:
-            self._singles = ThreadedEnvs(envs, self._observations)
-        elif singles is not None:
+        if singles is not None:
             self._singles = SingleEnvs(singles, self._observations, found[0][1].dtype if of_vectors else None)
         else:
             first = 0
@@ -89,11 +74,6 @@ class Rollout:
 
     def use(self, buffers: Buffers, rows: slice) -> None:
         """Write into these rows of the buffers from now on."""
-        if rows.stop - rows.start != self.count:
-            raise DataMismatch(
-                f"worker {self._worker} has {self.count} environment(s) now but its part of a batch has "
-                f"{rows.stop - rows.start}; let create_env_fn make the same number each time"
-            )
         layout = self._observations.layout
         ours = [*RESULTS, *layout, *(("next", *key) for key in layout)]
         self._written: list[tuple[dict[Key, NDArray[Any]], list[Results]]] = []  # one of the Results for each group
@@ -124,13 +104,10 @@ class Rollout:
         for t in range(self.steps):
             here = [before[:, t] for before in befores]
             if not between():
-                for leaf, before in zip(now, here, strict=True):
-                    leaf[...] = before
                 return False
             out, actions = self._act(here)
-            singles.begin(actions, results, t, [b[:, t + 1] for b in befores] if t + 1 < self.steps else now)
             self._record(buffer, out, versions, slice(None), t)
-            singles.finish()
+            singles.step(actions, results, t, [b[:, t + 1] for b in befores] if t + 1 < self.steps else now)
         return True
 
     def _collect_vectors(self, buffer: int, between: Callable[[], bool]) -> bool:

@@ -48,13 +48,12 @@ class SingleEnvs:
         self._action_dtype = action_dtype  # of elements of an array, where they expect these; None: as they come
         self._envs = envs
         self._observations = observations
-        self._nested = observations.nested
         self._returns = [0.0] * len(envs)
 
     def reset(self, seed: int | None = None) -> None:
         """Start a new episode in every environment."""
         for i in range(self.count):
-            self.reset_one(i, None if seed is None else seed + i, self._observations.now)
+            self._reset_one(i, None if seed is None else seed + i, self._observations.now)
         self._returns = [0.0] * self.count
 
     def seed_actions(self, seed: int) -> None:
@@ -62,52 +61,41 @@ class SingleEnvs:
         for i, env in enumerate(self._envs):
             env.action_space.seed(seed + i)
 
-    def begin(self, actions: Any, to: Results, t: int, following: Leading) -> None:
-        """Let all of them step. The result is written as step t when finish() has returned.
+    def step(self, actions: Any, to: Results, t: int, following: Leading) -> None:
+        """Let each of them step, and write the results as step t; reset those whose episodes end.
 
         What to.begin() wrote is there already. `following`: where the observations that the policy sees next belong.
         """
         if self._action_dtype is not None:
             actions = np.asarray(actions, self._action_dtype)
-        self._begun = actions, to, t, following
+        for i, env in enumerate(self._envs):
+            result = env.step(actions[i])
+            if type(result) is not tuple or len(result) != 5:
+                check_returned(result, "step()")
+            observation, reward, terminated, truncated, _ = result
+            # strict= takes time, and these are of one list
+            for part, after, now in zip(self._observations.parts, to.after, following):  # noqa: B905
+                path = part.path
+                value = observation if not path else None
+                if not (type(value) is np.ndarray and value.dtype is part.dtype and value.shape == part.shape):
+                    value = leaf(observation, part, part.shape, "step()")
+                now[i] = after[i, t] = value
+            if not (type(reward) is float and -LARGEST_FLOAT32 <= reward <= LARGEST_FLOAT32):
+                reward = number(reward, "the reward of step()")
+            to.reward[i, t] = reward
+            self._returns[i] += reward
+            if terminated is False and truncated is False:
+                continue
+            terminated, truncated = flag(terminated, "terminated of step()"), flag(truncated, "truncated of step()")
+            if terminated or truncated:
+                to.terminated[i, t], to.truncated[i, t], to.done[i, t] = terminated, truncated, True
+                to.episode_return[i, t] = self._returns[i]
+                self._returns[i] = 0.0
+                self._reset_one(i, None, following)
 
-    def finish(self) -> None:
-        """Wait until all of them have stepped."""
-        for i in range(self.count):
-            self.step_one(i, *self._begun)
-
-    def step_one(self, i: int, actions: Any, to: Results, t: int, following: Leading) -> None:
-        """Step one of them, and reset it if its episode ends."""
-        result = self._envs[i].step(actions[i])
-        if type(result) is not tuple or len(result) != 5:
-            check_returned(result, "step()")
-        observation, reward, terminated, truncated, _ = result
-        # strict= takes time, and these are of one list
-        for part, after, now in zip(self._observations.parts, to.after, following):  # noqa: B905
-            path = part.path
-            value = observation if not path else None
-            if not (type(value) is np.ndarray and value.dtype is part.dtype and value.shape == part.shape):
-                value = leaf(observation, part, part.shape, "step()")
-            now[i] = after[i, t] = value
-        if self._nested:
-            self._observations.check_keys(observation, "step()")
-        if not (type(reward) is float and -LARGEST_FLOAT32 <= reward <= LARGEST_FLOAT32):
-            reward = number(reward, "the reward of step()")
-        to.reward[i, t] = reward
-        self._returns[i] += reward
-        if terminated is False and truncated is False:
-            return
-        terminated, truncated = flag(terminated, "terminated of step()"), flag(truncated, "truncated of step()")
-        if terminated or truncated:
-            to.terminated[i, t], to.truncated[i, t], to.done[i, t] = terminated, truncated, True
-            to.episode_return[i, t] = self._returns[i]
-            self._returns[i] = 0.0
-            self.reset_one(i, None, following)
-
-    def reset_one(self, i: int, seed: int | None, following: Leading) -> None:
+    def _reset_one(self, i: int, seed: int | None, following: Leading) -> None:
         """Start a new episode in one of them."""
         result = self._envs[i].reset() if seed is None else self._envs[i].reset(seed=seed)
         check_returned(result, "reset()")
         for part, now in zip(self._observations.parts, following, strict=True):
             now[i] = leaf(result[0], part, part.shape, "reset()")
-        self._observations.check_keys(result[0], "reset()")

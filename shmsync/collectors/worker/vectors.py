@@ -11,8 +11,7 @@ What is recorded is what single environments would give, whenever the vector env
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -51,9 +50,7 @@ class VectorGroup:
 
     def reset(self, seed: int | None = None) -> None:
         """Start a new episode in every environment."""
-        with self._deaths_named():
-            result = self._env.reset() if seed is None else self._env.reset(seed=seed)
-        self._take_reset(result)
+        self._take_reset(self._env.reset() if seed is None else self._env.reset(seed=seed))
         self._returns[:] = 0.0
         self.acting[:] = True
 
@@ -67,13 +64,11 @@ class VectorGroup:
         """Let it step, up to finish(). Environments in processes do so at once, while this one goes on."""
         self._actions = np.asarray(actions, self._action_dtype)
         if self._apart:
-            with self._deaths_named():
-                self._env.step_async(self._actions)
+            self._env.step_async(self._actions)
 
     def finish(self, to: Results, rows: Any, steps: Any) -> None:
         """Wait until it has stepped, and write these rows of the result as these steps."""
-        with self._deaths_named():
-            result = self._env.step_wait() if self._apart else self._env.step(self._actions)
+        result = self._env.step_wait() if self._apart else self._env.step(self._actions)
         if type(result) is not tuple or len(result) != 5:
             check_returned(result, "step()")
         observation, reward, terminated, truncated, info = result
@@ -89,7 +84,6 @@ class VectorGroup:
             for i, final in finals:
                 led[i] = final[k]
             after[rows, steps] = led[rows]
-        self._observations.check_keys(observation, "step()")
         self._returns += np.where(self.acting, rewards, 0.0) if self.uneven else rewards
         to.reward[rows, steps] = rewards[rows]
         to.terminated[rows, steps] = terminated[rows]
@@ -99,9 +93,7 @@ class VectorGroup:
         if ended:
             self._returns[done] = 0.0
             if self._masks:
-                with self._deaths_named():
-                    again = self._env.reset(options={"reset_mask": done.copy()})
-                self._take_reset(again)
+                self._take_reset(self._env.reset(options={"reset_mask": done.copy()}))
         if self.uneven:
             self.acting = ~done
 
@@ -109,7 +101,6 @@ class VectorGroup:
         check_returned(result, "reset()")
         for part in self._observations.parts:
             part.now[...] = leaf(result[0], part, part.now.shape, "reset()")
-        self._observations.check_keys(result[0], "reset()")
 
     def _finals(self, info: Any, done: NDArray[np.bool_]) -> list[tuple[int, list[Any]]]:
         """The last observations of the episodes that have ended: (environment, its leaves)."""
@@ -120,23 +111,6 @@ class VectorGroup:
                 "in the same step (SAME_STEP); let it return them, or use another autoreset_mode"
             )
         return [(int(i), [_final(found, int(i), part) for part in self._observations.parts]) for i in done.nonzero()[0]]
-
-    @contextmanager
-    def _deaths_named(self) -> Iterator[None]:
-        """Say which process of the vector environment has died, where a pipe to it breaks."""
-        try:
-            yield
-        except (EOFError, ConnectionError) as error:
-            processes = getattr(getattr(self._env, "unwrapped", self._env), "processes", None) or ()
-            for process in processes:
-                process.join(0.1)
-            codes = [(i, process.exitcode) for i, process in enumerate(processes) if process.exitcode is not None]
-            dead = [f"process of environment {i} (exit code {code})" for i, code in codes]
-            if not dead:
-                raise
-            raise RuntimeError(
-                f"{type(self._env).__name__} has lost the {', the '.join(dead)}; see its output for why it ended"
-            ) from error
 
 
 def _final(found: Any, i: int, part: Part) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import time
@@ -78,18 +77,15 @@ class FirstTime:
 
 
 class Slow(Counting):
-    """Takes its time to step, or to close."""
+    """Takes its time to step."""
 
-    def __init__(self, step=0.005, close=0.0):
+    def __init__(self, step=0.005):
         super().__init__()
-        self._step, self._close = step, close
+        self._step = step
 
     def step(self, action):
         time.sleep(self._step)
         return super().step(action)
-
-    def close(self):
-        time.sleep(self._close)
 
 
 class Policy(nn.Module):
@@ -135,22 +131,6 @@ def differences(one, other):
     assert one.keys() == other.keys()
     pairs = {name: (one[name].nan_to_num(-9), other[name].nan_to_num(-9)) for name in one}
     return [name for name, (a, b) in pairs.items() if a.dtype != b.dtype or not torch.equal(a, b)]
-
-
-def differences_after_a_load(collector, env, policy, **options):
-    """Of the first batches of two collectors that load one saved state, each with another seed before."""
-    first = collector(env, policy(), seed=3, **options)
-    next(first)
-    file = io.BytesIO()
-    torch.save(first.state_dict(), file)
-
-    def resumed(seed):
-        file.seek(0)
-        other = collector(env, policy(), seed=seed, **options)
-        other.load_state_dict(torch.load(file, weights_only=True))
-        return flat(next(other))
-
-    return differences(resumed(9), resumed(10))
 
 
 def check_rows(rows, length=5):
@@ -204,29 +184,22 @@ class Reusing(Counting):
 
 
 class Scribbling(nn.Module):
-    """Returns what it got as its action, then writes into it; keeps the one before."""
+    """Returns what it got as its action, and writes into it."""
 
     def __init__(self, takes_tensordict=False):
         super().__init__()
         self.zero = nn.Parameter(torch.zeros(1))
-        self.last = None
         if takes_tensordict:
-            self.in_keys, self.out_keys = ["observation"], ["action", "before"]
+            self.in_keys, self.out_keys = ["observation"], ["action", "observation"]
 
     def forward(self, given):
-        observation = given if isinstance(given, torch.Tensor) else given["observation"]
-        before = torch.full_like(observation, -1) if self.last is None else self.last.clone()
-        out = {"action": observation + self.zero, "before": before}
-        self.last = observation
-        if not isinstance(given, torch.Tensor):
-            assert ("action",) not in given.keys(True)
-            given.update(out)
-            given["observation"] = observation * 100  # normalised in place of it
-            return given
-        keep = observation.clone()
-        observation.fill_(99.0)
-        self.last = keep
-        return out
+        if isinstance(given, torch.Tensor):
+            action = given + self.zero
+            given.fill_(99.0)
+            return action
+        given["action"] = given["observation"] + self.zero
+        given["observation"] = given["observation"] * 100
+        return given
 
 
 class Starting(Counting):
@@ -237,9 +210,7 @@ class Starting(Counting):
         self.action_space, self.check = action_space, check
 
     def step(self, action):
-        assert not self.check or self.action_space.contains(
-            np.asarray(action) if isinstance(action, np.ndarray) else action
-        ), action
+        assert not self.check or self.action_space.contains(action), action
         observation, _, *rest = super().step(action)
         return observation, float(np.sum(action)), *rest
 
@@ -255,29 +226,6 @@ class Always(nn.Module):
     def forward(self, observation):
         one = torch.tensor(self.action, dtype=self.dtype)
         return one.expand(len(observation), *one.shape)
-
-
-class Later(nn.Module):
-    """One action for its first calls, another one from then on."""
-
-    def __init__(self, action, other, after):
-        super().__init__()
-        self.zero = nn.Parameter(torch.zeros(1))
-        self.action, self.other, self.after = action, other, after
-
-    def forward(self, observation):
-        self.after -= 1
-        return self.action if self.after >= 0 else self.other
-
-
-class InTurn:
-    """Makes environments by each of the functions, one after the other."""
-
-    def __init__(self, *makers):
-        self._left = list(makers)
-
-    def __call__(self):
-        return self._left.pop(0)()
 
 
 class Other(nn.Module):
@@ -298,33 +246,6 @@ class Other(nn.Module):
         }
 
 
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.two = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, observation):
-        return observation * self.two, torch.zeros(len(observation), dtype=torch.int64)
-
-
-class Huge(Counting):
-    """An observation of 8 TiB."""
-
-    observation_space = spaces.MultiBinary((1 << 22, 1 << 21))
-
-    def reset(self, *, seed=None, options=None):
-        raise AssertionError("nobody has room for it")
-
-
-class Wide(Counting):
-    """An observation of 4 MiB: few of them fit."""
-
-    observation_space = spaces.Box(-1, 1, (1 << 20,), np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        return np.zeros(1 << 20, np.float32), {}
-
-
 class Enormous(nn.Module):
     """Its one parameter is more than any machine has, and takes nothing here: every element is the same one."""
 
@@ -334,20 +255,3 @@ class Enormous(nn.Module):
 
     def forward(self, observation):
         return torch.zeros(len(observation), dtype=torch.int64)
-
-
-class Drawing(Counting):
-    """Draws its rewards from a generator of this kind."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self._kind = kind
-
-    def reset(self, *, seed=None, options=None):
-        if seed is not None:
-            self.np_random = np.random.Generator(self._kind(seed))
-        return super().reset()
-
-    def step(self, action):
-        observation, _, *rest = super().step(action)
-        return observation, float(self.np_random.normal()), *rest

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 from gymnasium import spaces
 
@@ -15,13 +13,6 @@ WORDS = "the simulator broke"
 class Unpicklable(Exception):
     def __reduce__(self):
         raise TypeError("this error stays where it is")
-
-
-class OneWay(Exception):
-    """Pickled like any exception, but its class wants two arguments."""
-
-    def __init__(self, words, code):
-        super().__init__(words)
 
 
 class Frozen(Exception):
@@ -38,33 +29,18 @@ class Disguised(Exception):
         return SystemExit, (3,)
 
 
-def _group():
-    return ExceptionGroup("two things", [ValueError(WORDS), OSError(5, WORDS)])  # noqa: F821  # Python 3.11
-
-
-def _base_group():
-    return BaseExceptionGroup("two things", [KeyboardInterrupt(WORDS)])  # noqa: F821  # Python 3.11
-
-
 KINDS = {
     "RuntimeError": lambda: RuntimeError(WORDS),
     "StopIteration": lambda: StopIteration(WORDS),
-    "StopAsyncIteration": lambda: StopAsyncIteration(WORDS),
     "EOFError": lambda: EOFError(WORDS),
     "BrokenPipeError": lambda: BrokenPipeError(32, WORDS),
-    "ConnectionResetError": lambda: ConnectionResetError(104, WORDS),
-    "OSError": lambda: OSError(5, WORDS),
     "SystemExit": lambda: SystemExit(WORDS),
-    "SystemExit with a code": lambda: SystemExit(0),
     "KeyboardInterrupt": lambda: KeyboardInterrupt(WORDS),
-    "GeneratorExit": lambda: GeneratorExit(WORDS),
     "Unpicklable": lambda: Unpicklable(WORDS),
     "Frozen": lambda: Frozen(WORDS),
-    "OneWay": lambda: OneWay(WORDS, 1),
     "Disguised": lambda: Disguised(WORDS),
-    **({"ExceptionGroup": _group, "BaseExceptionGroup": _base_group} if sys.version_info >= (3, 11) else {}),
 }
-ENVIRONMENT = ["make", "observation_space", "action_space", "seed", "reset", "later reset", "step", "close"]
+ENVIRONMENT = ["make", "observation_space", "action_space", "seed", "reset", "later reset", "step"]
 POLICY = ["load", "first forward", "later forward"]
 PLACES = [*ENVIRONMENT, *POLICY]
 
@@ -103,9 +79,6 @@ class RaisingEnv(Counting):
     def step(self, action):
         self._at("step")
         return super().step(action)
-
-    def close(self):
-        self._at("close")
 
 
 class RaisingPolicy(Constant):

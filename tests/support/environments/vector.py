@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import sys
 
 import gymnasium
 import numpy as np
@@ -13,7 +13,6 @@ from torch import nn
 
 from support.environments.basic import Constant, Counting
 
-MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
 KINDS = {"sync": SyncVectorEnv, "async": AsyncVectorEnv}
 
 
@@ -82,56 +81,16 @@ class Through(VectorWrapper):
 
 
 class Altered(VectorWrapper):
-    """Returns from `call` what `change` makes of it, from its n-th step on."""
+    """Its step() returns what `change` makes of it, from the third one on."""
 
-    def __init__(self, env, change, call="step", after=2):
+    def __init__(self, env, change):
         super().__init__(env)
-        self._change, self._call, self._left = change, call, after
-
-    def reset(self, **kwargs):
-        found = super().reset(**kwargs)
-        return self._change(*found) if self._call == "reset" else found
+        self._change, self._left = change, 2
 
     def step(self, actions):
         found = super().step(actions)
         self._left -= 1
-        return self._change(*found) if self._call == "step" and self._left < 0 else found
-
-
-class Pids(Counting):
-    """Writes the number of its process into a folder."""
-
-    def __init__(self, folder):
-        super().__init__()
-        (folder / str(os.getpid())).touch()
-
-
-def more_keys(observations, *rest):
-    return {**observations, "more": np.zeros(2)}, *rest
-
-
-def without_final(observations, *rest):
-    return observations, *rest[:-1], {}
-
-
-def a_row_less(observations, *rest):
-    return observations[1:], *rest
-
-
-def wide_rewards(observations, rewards, *rest):
-    return observations, rewards * 1e300, *rest
-
-
-def half_done(observations, rewards, terminated, *rest):
-    return observations, rewards, terminated + 0.5, *rest
-
-
-def doubles(observations, *rest):
-    return observations.astype(np.float64) * 1e300, *rest
-
-
-def four(*found):
-    return found[:4]
+        return self._change(*found) if self._left < 0 else found
 
 
 class Random(nn.Module):
@@ -146,34 +105,29 @@ class Random(nn.Module):
         return {"action": torch.rand(len(state), 2) * self.scale - 0.5, "seen": state}
 
 
-class OfKey(Constant):
-    """Reads one key of its observation."""
-
-    def __init__(self, key):
-        super().__init__()
-        self.key = key
-
-    def forward(self, observation):
-        return super().forward(observation[self.key])
-
-
-class Growing(Constant):
-    """Returns one more key from its n-th call on."""
-
-    def __init__(self, make, after):
-        super().__init__()
-        self.make, self.left = make, after
-
-    def forward(self, observation):
-        self.left -= 1
-        out = {"action": super().forward(observation), "x": torch.zeros(len(observation))}
-        if self.left < 0:
-            out["more"] = torch.zeros(len(observation))
-        return self.make(out) if self.make is dict else self.make(out, [len(observation)])
-
-
 class Halves(Constant):
     """A Box action."""
 
     def forward(self, observation):
         return (self.action + 0.5).expand(len(observation), 2)
+
+
+class Called(Counting):
+    """Its reward is 1 where its step was called by a vector environment."""
+
+    def step(self, action):
+        observation, _, *rest = super().step(action)
+        by_vector = sys._getframe(1).f_code.co_filename.endswith("vector_env.py")
+        return observation, float(by_vector), *rest
+
+
+class Derived(SyncVectorEnv):
+    """Halves its rewards, so its own step has to be called."""
+
+    def step(self, actions):
+        observation, reward, *rest = super().step(actions)
+        return observation, reward / 2, *rest
+
+
+def derived():
+    return Derived([Called] * 4)
