@@ -18,10 +18,7 @@ LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def fit(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...], what: str) -> Any:
-    """The value, as something that can be written into an array of this dtype and shape without changing it.
-
-    Raises DataMismatch, which calls the value `what`.
-    """
+    """The value in this dtype and shape. Raises DataMismatch, which calls it `what`, where that would change it."""
     array = _as_array(value, what)
     if array.shape != shape:
         raise DataMismatch(

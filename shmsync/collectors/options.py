@@ -57,13 +57,11 @@ class WorkerSpec:
 
 
 def check(options: CollectorOptions, makers: Sequence[Any]) -> None:
-    """Raise ValueError or TypeError for arguments that make no sense."""
+    """Raise ValueError for arguments that make no sense."""
     if len(makers) != options.num_workers:
         raise ValueError(
             f"create_env_fn has {len(makers)} functions for {options.num_workers} workers; give one for each, or one "
             "for all"
         )
-    if not all(callable(maker) for maker in makers):
-        raise TypeError("create_env_fn makes environments: pass a function such as lambda: gymnasium.make(...)")
     if options.on_lag not in ("warn", "drop"):
         raise ValueError(f'on_lag is "warn" or "drop", not {options.on_lag!r}')

@@ -41,15 +41,13 @@ def leaves(space: gymnasium.Space[Any], key: Key) -> dict[Key, torch.Tensor]:
 
 def part(observation: Any, path: Key, call: str) -> Any:
     """The leaf at a path below the observation that this call returned. Raises DataMismatch if it is not there."""
-    for depth, name in enumerate(path):
-        try:
+    try:
+        for name in path:
             observation = observation[name]
-        except (KeyError, IndexError, TypeError) as error:
-            has = sorted(map(str, observation)) if isinstance(observation, Mapping) else type(observation).__name__
-            raise DataMismatch(
-                f"the observation of {call} lacks {'.'.join(path[: depth + 1])}: it has {has}. Correct the space, or "
-                "what the environment returns"
-            ) from error
+    except (KeyError, IndexError, TypeError) as error:
+        raise DataMismatch(
+            f"the observation of {call} lacks {'.'.join(path)}. Correct the space, or what the environment returns"
+        ) from error
     return observation
 
 

@@ -14,7 +14,7 @@ import torch
 import shmsync
 from shmsync.schemes import SharedMemWeightSyncScheme
 from support.environments import basic as environments
-from support.environments.basic import SCHEMES, Constant, Counting, Failing, FirstTime, Policy, flat
+from support.environments.basic import SCHEMES, Constant, Counting, Failing, Policy, flat
 
 
 @pytest.mark.parametrize(
@@ -26,21 +26,6 @@ def test_a_worker_that_dies_is_named_with_its_exit_code(collector, sync, how, wo
         while True:  # without sync the other worker may deliver any number of batches before
             next(batches)
     assert caught.value.missing == [1]
-
-
-def test_a_failing_environment_raises_here_with_its_traceback(collector):
-    batches = collector([Counting, functools.partial(Failing, "raise")], Constant())
-    with pytest.raises(RuntimeError, match="the simulator broke") as caught:
-        next(batches)
-    assert "environments/basic.py" in str(caught.value.__cause__)
-
-
-def test_an_environment_that_cannot_be_made_raises_at_once(collector):
-    def broken():
-        raise OSError("no display")
-
-    with pytest.raises(OSError, match="no display"):
-        collector(broken, Constant())
 
 
 @pytest.mark.parametrize(("scheme", "sync"), list(zip(SCHEMES, [True, False], strict=True)))
@@ -73,13 +58,6 @@ def test_a_send_to_a_killed_worker_restarts_it(collector):
     assert batches.update_policy_weights_() == 2
     assert batches.stats().restarts == 1
     assert torch.equal(next(batches)["policy_version"], torch.full((2, 20), 2))
-
-
-def test_an_environment_that_fails_once_is_started_again(collector, tmp_path):
-    failing = functools.partial(Failing, "raise", at=30, when=FirstTime(tmp_path / "failed"))
-    batches = collector([Counting, failing], Constant(), restart_workers=True, total_frames=200)
-    assert sum(batch.numel() for batch in batches) == 200
-    assert batches.stats().restarts == 1
 
 
 def test_a_worker_that_cannot_work_is_not_restarted_for_ever(collector):

@@ -8,18 +8,9 @@ import logging
 import pytest
 
 from shmsync.collectors import MultiprocessCollector
-from support.environments.basic import SCHEMES, Constant, Counting, Failing, FirstTime
+from support.environments.basic import Constant, Counting
 from support.environments.raising import ENVIRONMENT, KINDS, PLACES, WORDS, Closing, RaisingEnv, RaisingPolicy
 from support.processes import until, workers
-
-AS_THEY_ARE = ["RuntimeError", "EOFError", "BrokenPipeError", "Frozen"]
-ENDING = [
-    "StopIteration",
-    "SystemExit",
-    "KeyboardInterrupt",
-    "Unpicklable",
-    "Disguised",
-]  # a loop, a program, or a pipe
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -27,7 +18,7 @@ def test_what_user_code_raises_in_any_place_arrives_with_its_traceback(place):
     check_what_arrives("EOFError", place, sync=True)  # the worker's own pipes raise it too
 
 
-@pytest.mark.parametrize("kind", [kind for kind in AS_THEY_ARE + ENDING if kind != "EOFError"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "EOFError"])
 def test_whatever_it_raises_arrives_with_its_traceback(kind):
     check_what_arrives(kind, "step", sync=False)
 
@@ -45,35 +36,25 @@ def check_what_arrives(kind, place, sync):
             batches.shutdown()
     error = caught.value
     assert "raising.py" in str(error.__cause__) and "Traceback" in str(error.__cause__)
-    if kind in AS_THEY_ARE:
-        assert type(error) is type(KINDS[kind]())
+    if kind != "EOFError":  # another one is quoted, since it could end the trainer, or is a RuntimeError itself
+        assert type(error) is RuntimeError and (kind == "RuntimeError" or kind in str(error))
     else:
-        assert type(error) is RuntimeError and kind in str(error)
+        assert type(error) is EOFError
     assert WORDS in str(error)
     assert workers() <= before
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_an_update_raises_what_ended_a_worker(collector, scheme):
+def test_an_update_raises_what_ended_a_worker(collector):
     env = functools.partial(RaisingEnv, "EOFError", "later reset")
-    batches = collector([Counting, env], Constant(), sync=False, weight_sync_scheme=scheme(), frames_per_batch=400)
+    batches = collector([Counting, env], Constant(), sync=False, frames_per_batch=400)
     until(lambda: batches._pool.members[1].process.exitcode is not None)
     with pytest.raises(EOFError) as caught:
         batches.update_policy_weights_()
     assert "raising.py" in str(caught.value.__cause__)
 
 
-def test_an_update_starts_a_worker_again_that_failed_once(collector, tmp_path):
-    env = functools.partial(Failing, "raise", at=45, when=FirstTime(tmp_path / "failed"))
-    batches = collector([Counting, env], Constant(), restart_workers=True, frames_per_batch=40, sync=False)
-    first = batches._pool.members[1].process
-    until(lambda: first.exitcode is not None)
-    assert batches.update_policy_weights_() == 2
-    assert batches.stats().restarts == 1
-
-
 def test_every_environment_is_closed_and_what_a_close_raises_is_logged(tmp_path, caplog):
-    envs = [functools.partial(Closing, tmp_path / "closed", fails=True)]
+    envs = [functools.partial(Closing, tmp_path / "closed")]
     batches = MultiprocessCollector(envs, Constant(), num_workers=1, envs_per_worker=2, frames_per_batch=20)
     next(batches)
     with caplog.at_level(logging.WARNING, "shmsync"):

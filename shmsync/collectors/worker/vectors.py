@@ -127,13 +127,10 @@ def _mode(env: Any) -> str:
     """When it resets an environment whose episode has ended. NEXT_STEP where it does not say so, as in Gymnasium."""
     mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
     name = getattr(mode, "name", mode) or NEXT_STEP
-    plain = str(name).replace("_", "").lower()
-    known = {each.replace("_", "").lower(): each for each in (SAME_STEP, NEXT_STEP, DISABLED)}
-    if plain not in known:
-        raise DataMismatch(
-            f"{type(env).__name__} has the autoreset_mode {mode!r}, and known are {', '.join(known.values())}"
-        )
-    return known[plain]
+    known = (SAME_STEP, NEXT_STEP, DISABLED)
+    if name not in known:
+        raise DataMismatch(f"{type(env).__name__} has the autoreset_mode {mode!r}, and known are {', '.join(known)}")
+    return str(name)
 
 
 def _takes_masks(env: Any) -> bool:

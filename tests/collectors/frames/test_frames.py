@@ -12,22 +12,13 @@ from gymnasium import spaces
 from tensordict.nn import TensorDictModule
 
 import shmsync
-from support.environments.basic import (
-    Constant,
-    Counting,
-    Odd,
-    Policy,
-    cartpole,
-    check_rows,
-    differences,
-    flat,
-)
+from support.environments.basic import Constant, Counting, Odd, Policy, cartpole, check_rows, differences, flat
 from support.environments.vector import Halves
 
 
 @pytest.mark.parametrize("sync", [True, False])
 def test_frames_follow_one_another(collector, sync):
-    batches = collector(Counting, Constant(), frames_per_batch=24, sync=sync, total_frames=240)
+    batches = collector([Counting, Counting], Constant(), frames_per_batch=24, sync=sync, total_frames=240)
     seen: dict[int, list[torch.Tensor]] = {}
     frames = 0
     for batch in batches:
@@ -68,11 +59,6 @@ def test_the_same_seed_gives_the_same_frames(collector):
         assert differences(one, other) == []
 
 
-def test_without_a_seed_workers_act_differently(collector):
-    batch = next(collector(Counting, Policy(inputs=1)))
-    assert not torch.equal(batch["action"][0], batch["action"][1])
-
-
 def test_a_tensordict_module_is_a_policy(collector):
     policy = TensorDictModule(Constant(1), in_keys=["observation"], out_keys=["action"])
     batch = next(collector(Counting, policy))
@@ -90,20 +76,9 @@ def test_nested_observations_and_box_actions(collector):
     assert torch.equal(batch["action"], torch.full((4, 10, 2), 0.5))
 
 
-def test_each_worker_can_have_its_own_environment(collector):
-    batch = next(collector([functools.partial(Counting, 3), functools.partial(Counting, 4)], Constant()))
-    assert [int(row["next", "done"].sum()) for row in batch] == [6, 5]
-
-
 def test_environments_of_different_form_are_refused(collector):
     with pytest.raises(ValueError, match="same spaces"):
         collector([Counting, cartpole], Constant())
-
-
-def test_logits_are_no_actions(collector):
-    with pytest.raises(ValueError, match=r"argmax") as caught:
-        collector(policy=torch.nn.Linear(4, 2))
-    assert "spaces.py" in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,7 @@ ONE = {"num_workers": 1, "frames_per_batch": 40}
 
 @pytest.mark.parametrize(
     ("space", "named"),
-    [
-        (spaces.Dict({0: BYTES, 1: BYTES}), "the key 0"),
-        (spaces.Dict({"a": spaces.Dict({"": BYTES})}), "the key ''"),
-    ],
+    [(spaces.Dict({0: BYTES, 1: BYTES}), "the key 0"), (spaces.Dict({"a": spaces.Dict({"": BYTES})}), "the key ''")],
 )
 def test_a_dict_space_whose_keys_a_batch_cannot_have_is_refused_by_name(collector, space, named):
     with pytest.raises(shmsync.DataMismatch, match=named):

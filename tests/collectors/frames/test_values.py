@@ -32,23 +32,16 @@ f32 = np.float32
 ONE = {"num_workers": 1, "frames_per_batch": 4}
 
 REFUSED = {  # space, what is returned, words of the error
-    "a scalar for three": (THREE, f32(1), r"shape \(\) but the space says \(3,\)"),
     "300.7 in uint8": (BYTES, np.array([1, 300.7, 2]), r"300\.7 in float64, which would be 44 in uint8"),
     "negative in unsigned": (BYTES, np.array([1, 2, -1], np.int8), r"-1 in int8, which would be 255 in uint8"),
-    "nan in int": (INTS, np.array([1, np.nan, 2]), r"nan in float64"),
     "too large for float32": (THREE, np.array([1, 1e300, 2]), r"1e\+300 in float64, which would be inf in float32"),
-    "complex": (THREE, np.ones(3, np.complex64), r"complex64, and must have numbers"),
-    "nothing": (THREE, None, r"must have numbers"),
     "ragged": (THREE, [1, [2, 3], 4], r"that is no array"),
 }
 KEPT = {
     "rounded": (THREE, np.array([0.1, -1e30, np.inf]), torch.tensor([0.1, -1e30, torch.inf])),
     "nan": (THREE, np.array([np.nan, 0, 1]), torch.tensor([torch.nan, 0, 1])),
     "a list": (THREE, [1, 2, 3], torch.tensor([1.0, 2, 3])),
-    "whole numbers": (BYTES, np.array([0.0, 255.0, 7.0]), torch.tensor([0, 255, 7], dtype=torch.uint8)),
-    "large bytes": (BYTES, np.array([0, 255, 7]), torch.tensor([0, 255, 7], dtype=torch.uint8)),
     "a tensor": (THREE, torch.ones(3), torch.ones(3)),
-    "flags": (BYTES, np.array([True, False, True]), torch.tensor([1, 0, 1], dtype=torch.uint8)),
 }
 
 
@@ -71,7 +64,7 @@ def test_a_value_that_fits_is_kept(case):
     ("value", "words", "call"),
     [
         ({**RIGHT, "inner": {}}, r"lacks inner\.goal", "reset()"),
-        (np.zeros(3), r"lacks image: it has ndarray", "step()"),
+        (np.zeros(3), r"lacks image", "step()"),
         ({**RIGHT, "image": np.full(3, 300)}, r"observation\.image of", "step()"),
     ],
     ids=["an inner key less", "an array for a dict", "wrong inside"],
@@ -83,35 +76,13 @@ def test_an_observation_that_does_not_fit_is_refused(collector, value, words, ca
     assert f"of {call}" in str(caught.value)
 
 
-def test_an_observation_that_fits_is_recorded(collector):
-    space, value, recorded = KEPT["rounded"]
-    batch = next(collector(functools.partial(Odd, space, reset=value), Constant(), **ONE))
-    for row in (*batch["observation"][0], *batch["next", "observation"][0]):
-        assert row.dtype == recorded.dtype and torch.equal(row, recorded)
-
-
-@pytest.mark.parametrize(
-    ("kind", "value", "words"),
-    [
-        ("number", None, "reward .* must have numbers"),
-        ("number", np.ones(2), r"shape \(2,\), and must be one value"),
-        ("number", 1e300, "float32"),
-        ("flag", 0.5, "0.5 in float64, which would be True in bool"),
-        ("flag", np.array([True, False]), "one value"),
-    ],
-)
-def test_what_is_no_number_or_no_flag_is_refused(kind, value, words):
-    with pytest.raises(shmsync.DataMismatch, match=words):
-        getattr(env_values, kind)(value, "reward")
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         ({"reward": 1e300}, "the reward of .* float32"),
+        ({"reward": np.ones(2)}, r"shape \(2,\), and must be one value"),
         ({"terminated": 0.5}, "terminated of .* 0.5 in float64"),
         ({"result": (np.zeros(3, f32), 1.0, False, {})}, "a tuple of 4"),
-        ({"result": "nothing"}, "returned a str"),
     ],
 )
 def test_a_step_that_returns_something_else_is_refused(collector, given, words):
@@ -170,12 +141,7 @@ D, M = spaces.Discrete, spaces.MultiDiscrete
 
 @pytest.mark.parametrize(
     ("space", "action"),
-    [
-        (D(3), 2),
-        (D(3, start=5), 7),
-        (M([3, 4], start=[1, 0]), [3, 3]),
-        (spaces.MultiBinary(3), [1, 0, 1]),
-    ],
+    [(D(3), 2), (D(3, start=5), 7), (M([3, 4], start=[1, 0]), [3, 3]), (spaces.MultiBinary(3), [1, 0, 1])],
 )
 def test_an_action_is_a_value_of_its_space(collector, space, action):
     batch = next(collector(functools.partial(Starting, space), Always(action), **ONE))
@@ -187,9 +153,8 @@ def test_an_action_is_a_value_of_its_space(collector, space, action):
     ("space", "action", "words"),
     [
         (D(3, start=5), 2, "not all in"),
-        (D(3), [0, 0, 1], r"needs \[environments\]"),
+        (D(3), [0, 0, 1], r"needs \[environments\], for example logits\.argmax"),
         (M([3, 4], start=[1, 0]), [0, 0], "not all in"),
-        (M([3, 4]), [1, 4], "not all in"),
         (M([3, 4]), [1.7, 0.0], r"1\.7\d* in float32"),
         (spaces.MultiBinary(3), [2, 0, 1], "not all in"),
         (spaces.Box(-1, 1, (2,)), [0.5], r"needs \[environments, 2\]"),

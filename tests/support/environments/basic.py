@@ -44,14 +44,14 @@ class Counting(gymnasium.Env):
 
 
 class Failing(Counting):
-    """Raises, dies, or does not return, at a step of an episode, if `when` is true then."""
+    """Raises, dies, or does not return, at the fourth step of an episode."""
 
-    def __init__(self, how, at=3, when=lambda: True):
+    def __init__(self, how):
         super().__init__(length=50)
-        self._how, self._at, self._when = how, at, when
+        self._how = how
 
     def step(self, action):
-        if self._steps == self._at and self._when():
+        if self._steps == 3:
             if self._how == "raise":
                 raise RuntimeError("the simulator broke")
             if self._how == "exit":
@@ -60,20 +60,6 @@ class Failing(Counting):
                 time.sleep(3600)
             os.kill(os.getpid(), signal.SIGKILL)
         return super().step(action)
-
-
-class FirstTime:
-    """True once, in whichever process asks first."""
-
-    def __init__(self, path):
-        self._path = path
-
-    def __call__(self):
-        try:
-            os.close(os.open(self._path, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return False
-        return True
 
 
 class Slow(Counting):

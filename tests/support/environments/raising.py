@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-from gymnasium import spaces
-
 from support.environments.basic import Constant, Counting
 
 WORDS = "the simulator broke"
@@ -15,34 +12,11 @@ class Unpicklable(Exception):
         raise TypeError("this error stays where it is")
 
 
-class Frozen(Exception):
-    """As an exception that is a frozen dataclass."""
-
-    def __setattr__(self, name, value):
-        raise AttributeError(f"cannot assign to field {name!r}")
-
-
-class Disguised(Exception):
-    """Unpickled, it is one that would end the trainer."""
-
-    def __reduce__(self):
-        return SystemExit, (3,)
-
-
 KINDS = {
-    "RuntimeError": lambda: RuntimeError(WORDS),
-    "StopIteration": lambda: StopIteration(WORDS),
-    "EOFError": lambda: EOFError(WORDS),
-    "BrokenPipeError": lambda: BrokenPipeError(32, WORDS),
-    "SystemExit": lambda: SystemExit(WORDS),
-    "KeyboardInterrupt": lambda: KeyboardInterrupt(WORDS),
-    "Unpicklable": lambda: Unpicklable(WORDS),
-    "Frozen": lambda: Frozen(WORDS),
-    "Disguised": lambda: Disguised(WORDS),
+    each.__name__: each for each in (RuntimeError, EOFError, StopIteration, SystemExit, KeyboardInterrupt, Unpicklable)
 }
-ENVIRONMENT = ["make", "observation_space", "action_space", "seed", "reset", "later reset", "step"]
-POLICY = ["load", "first forward", "later forward"]
-PLACES = [*ENVIRONMENT, *POLICY]
+ENVIRONMENT = ["make", "action_space", "reset", "later reset", "step"]
+PLACES = [*ENVIRONMENT, "load", "first forward", "later forward"]
 
 
 class RaisingEnv(Counting):
@@ -55,19 +29,12 @@ class RaisingEnv(Counting):
 
     def _at(self, place):
         if self._place == place:
-            raise KINDS[self._kind]()
-
-    @property
-    def observation_space(self):
-        self._at("observation_space")
-        return spaces.Box(-1e9, 1e9, (1,), np.float32)
+            raise KINDS[self._kind](WORDS)
 
     @property
     def action_space(self):
         self._at("action_space")
-        space = spaces.Discrete(2)
-        space.seed = lambda seed=None: self._at("seed")
-        return space
+        return Counting.action_space
 
     def reset(self, *, seed=None, options=None):
         self._resets += 1
@@ -89,22 +56,23 @@ class RaisingPolicy(Constant):
     def __setstate__(self, state):
         super().__setstate__(state)
         if self.place == "load":
-            raise KINDS[self.kind]()
+            raise KINDS[self.kind](WORDS)
 
     def forward(self, observation):
         self.calls += 1
         if self.place == "first forward" or (self.place == "later forward" and self.calls == 5):
-            raise KINDS[self.kind]()
+            raise KINDS[self.kind](WORDS)
         return super().forward(observation)
 
 
 class Closing(Counting):
-    def __init__(self, path, fails):
+    """Its close() writes a line to a file, and raises."""
+
+    def __init__(self, path):
         super().__init__()
-        self._path, self._fails = path, fails
+        self._path = path
 
     def close(self):
         with self._path.open("a") as file:
             file.write("closed")
-        if self._fails:
-            raise ValueError("cannot close")
+        raise ValueError("cannot close")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -32,11 +31,3 @@ def test_what_is_no_such_number_is_refused_by_name_and_value(collector, name, va
         collector(Counting, Constant(), **{name: value})
     assert repr(value) in str(caught.value)
     assert workers() <= before
-
-
-@pytest.mark.parametrize("kind", [np.int64, torch.tensor], ids=["numpy", "tensor"])
-def test_whole_numbers_of_any_library_count(collector, kind):
-    options = {"num_workers": 2, "frames_per_batch": 40, "envs_per_worker": 2, "total_frames": 80, "seed": 3}
-    batches = collector(Counting, Constant(), max_lag=kind(1), **{name: kind(value) for name, value in options.items()})
-    assert [batch.batch_size for batch in batches] == [(4, 10)] * 2
-    assert type(batches.stats().frames) is int
