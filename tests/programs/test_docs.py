@@ -1,9 +1,11 @@
-"""What the README shows is what examples/ has, and it runs."""
+"""What the README and the pages show is what examples/ has, and their links lead somewhere."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,16 +22,11 @@ def test_every_local_link_of_the_docs_resolves():
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_how_long_the_tests_take_stands_in_contributing_alone():
-    said = re.compile(r"(make (quick|test(-pairs|-all)?)(?!-)\b|\.ci/run).*\b(\d+|an?|some) (min|minutes|hours?)\b")
-    assert said.search((ROOT / "CONTRIBUTING.md").read_text().replace("` |", "")) is not None
-    pages = [page for page in ROOT.glob("docs/**/*.md") if page.parent.name != "adr"]  # those say what was so once
-    for page in [ROOT / "README.md", ROOT / "tests" / "README.md", *pages]:
-        assert [line for line in page.read_text().splitlines() if said.search(line)] == [], page.name
-
-
-def test_the_page_on_transports_shows_parts_of_its_example():
-    program = (ROOT / "examples" / "socket_transport.py").read_text()
-    blocks = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "add-a-transport.md").read_text(), re.DOTALL)
-    assert blocks
-    assert [block for block in blocks if block not in program] == []
+@pytest.mark.parametrize(
+    ("page", "programs"),
+    [("add-a-transport.md", ["socket_transport.py"]), ("guides/leagues.md", ["self_play.py", "population.py"])],
+)
+def test_a_page_shows_parts_of_its_examples(page, programs):
+    text = "".join((ROOT / "examples" / name).read_text() for name in programs)
+    blocks = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    assert blocks and [block for block in blocks if block not in text] == []

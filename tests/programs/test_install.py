@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 from pathlib import Path
 
@@ -40,15 +39,7 @@ def test_the_source_folder_says_what_is_wrong_and_the_cure(clone):
     assert "circular" not in done.stderr
 
 
-def test_a_core_that_does_not_load_keeps_its_own_error(clone):
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    (clone / "shmsync" / f"_native{suffix}").write_bytes(b"no library")
-    done = run(sys.executable, "-c", "import shmsync", cwd=clone)
-    assert "pip install -e" not in done.stderr
-    assert f"_native{suffix}" in done.stderr.strip().splitlines()[-1]
-
-
-@pytest.mark.full
+@pytest.mark.slow
 def test_an_editable_install_works_from_the_root_of_the_clone(clone, tmp_path):
     if CMAKE is None:
         pytest.skip("needs cmake: pip install cmake")
@@ -70,11 +61,10 @@ with shmsync.Publisher({"t": torch.ones(3)}) as pub, shmsync.Subscriber(pub.hand
         assert done.stdout.split() == [str(source), "edited", "3.0"]
 
 
-@pytest.mark.parametrize("system", ["Darwin", "Windows"])
-def test_it_is_built_on_linux_only(tmp_path, system):
+def test_it_is_built_on_linux_only(tmp_path):
     if CMAKE is None:
         pytest.skip("needs cmake: pip install cmake")
-    done = run(CMAKE, "-S", ROOT / "native", "-B", tmp_path, f"-DCMAKE_SYSTEM_NAME={system}", cwd=tmp_path)
+    done = run(CMAKE, "-S", ROOT / "native", "-B", tmp_path, "-DCMAKE_SYSTEM_NAME=Darwin", cwd=tmp_path)
     assert done.returncode != 0
     (sentence,) = re.findall(r'ImportError\("(shmsync runs on Linux only[^"]*)"\)', Path(shmsync.__file__).read_text())
     assert sentence in " ".join(done.stderr.split())

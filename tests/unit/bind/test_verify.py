@@ -12,12 +12,12 @@ import sys
 
 import pytest
 import torch
+from shmsync.engine.verify.request import VerifyRequest
 from tensordict import TensorDict
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shmsync
-from shmsync.engine.verify.request import VerifyRequest
 from support.calls import Call
 from support.faults.interrupts import Interrupt, interrupt_at
 from support.processes import until, until_waits
