@@ -35,8 +35,7 @@ PAGES = {  # how many commands it has, and what it needs besides. Notebooks and 
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "guides/dataloader" else pytest.mark.slow) for name in PAGES],
+    "name", [pytest.param(name, marks=() if name == "guides/dataloader" else pytest.mark.slow) for name in PAGES]
 )
 def test_a_page_prints_what_it_shows(tmp_path, name):
     commands, needed = PAGES[name]

@@ -81,7 +81,7 @@ def notebook(tmp_path):
 @pytest.mark.slow
 def test_the_cells_print_what_the_page_shows_also_after_an_interrupt_and_a_second_run(notebook):
     notebook.prints_what_it_shows(1, 2, 3)
-    said, error = notebook.run(4, interrupt_when_it_says="training")
+    _, error = notebook.run(4, interrupt_when_it_says="training")
     assert error == "KeyboardInterrupt"
     notebook.prints_what_it_shows(5, 6)
     first = notebook.children()

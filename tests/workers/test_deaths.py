@@ -8,20 +8,15 @@ import signal
 import pytest
 
 import shmsync
-from support.choice import first
 from support.jobs import workers as jobs
-from support.jobs.pools import METHODS, pids
+from support.jobs.pools import pids
 from support.processes import alive, kill, until
 from support.weights import stamped
 
 
-@pytest.mark.parametrize("method", first(METHODS))
 @pytest.mark.parametrize("wait", [True, [0, 1]])
-def test_a_death_names_pid_and_signal(method, wait):
-    with (
-        shmsync.Publisher(stamped(1), slots=2, timeout=120.0) as pub,
-        shmsync.Workers(pub, jobs.apply, 2, start_method=method) as workers,
-    ):
+def test_a_death_names_pid_and_signal(pub, wait):
+    with shmsync.Workers(pub, jobs.apply, 2) as workers:
         pid = pids(workers)[1]
         kill(pid)
         with pytest.raises(shmsync.WorkerDied, match=rf"worker 1 died \(pid {pid}, killed by SIGKILL\)") as caught:

@@ -7,18 +7,15 @@ import logging
 import pytest
 
 import shmsync
-from support.choice import first
 from support.jobs import workers as jobs
-from support.jobs.pools import METHODS
 from support.processes import until
 from support.weights import stamped
 
 
-@pytest.mark.parametrize("method", first(METHODS))
-def test_an_exception_is_raised_by_the_next_publish_that_waits(method):
+def test_an_exception_is_raised_by_the_next_publish_that_waits():
     with (
         shmsync.Publisher(stamped(1), timeout=120.0) as pub,
-        shmsync.Workers(pub, jobs.fail_at, 2, args=(3,), start_method=method) as workers,
+        shmsync.Workers(pub, jobs.fail_at, 2, args=(3,)) as workers,
     ):
         pub.publish(stamped(2), wait=True)
         said = r"worker \d \(pid \d+.*ValueError: the environment broke"
@@ -60,20 +57,6 @@ def test_the_callers_own_error_comes_first(pub, caplog):
     assert "the environment broke" in caplog.text
 
 
-def test_a_restart_logs_a_failure_that_no_call_has_raised(pub, caplog):
-    with (
-        caplog.at_level(logging.WARNING, "shmsync"),
-        pytest.raises(shmsync.WorkerFailed),  # of the new one, on leaving
-        shmsync.Workers(pub, jobs.fail_at, 1, args=(2,)) as workers,
-    ):
-        pub.publish(stamped(2))
-        until(lambda: workers.alive == [])
-        workers.restart(0)
-    (record,) = caplog.records
-    assert "worker 0 failed (pid " in record.message and "is started again" in record.message
-    assert "in fail_at" in record.message and "the environment broke" in record.message
-
-
 def test_a_worker_that_fails_at_once_ends_the_entry_or_the_first_wait(pub):
     with pytest.raises(shmsync.WorkerFailed, match="ZeroDivisionError"), shmsync.Workers(pub, jobs.fail_at_once, 2):
         pub.publish(wait=True)
@@ -104,15 +87,3 @@ def test_a_failed_start_may_be_tried_again(pub, tmp_path):
     flag.touch()
     with workers:
         assert pub.publish(wait=True) == pub.readers()[0].acked
-
-
-def test_closing_in_a_finally_keeps_the_callers_error(pub, caplog):
-    workers = shmsync.Workers(pub, jobs.fail_at, 1, args=(2,)).start()
-    with pytest.raises(ZeroDivisionError), caplog.at_level(logging.WARNING, "shmsync"):
-        try:
-            pub.publish(stamped(2))
-            until(lambda: not workers.alive)
-            raise ZeroDivisionError
-        finally:
-            workers.close()
-    assert "the environment broke" in caplog.text

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from support.choice import first
 from support.jobs.pools import METHODS
 from support.processes import alive, until
 
@@ -24,10 +23,8 @@ def make(): return torch.nn.Linear(2, 1)
 def program(folder: Path, text: str, *, how: str = "file") -> subprocess.CompletedProcess[str]:
     if how == "file":
         (folder / "program.py").write_text(text)
-    command = {"file": [sys.executable, "program.py"], "-c": [sys.executable, "-c", text], "-i": [sys.executable, "-i"]}
-    return subprocess.run(
-        command[how], cwd=folder, text=True, capture_output=True, input=text if how == "-i" else "", timeout=500
-    )
+    command = {"file": [sys.executable, "program.py"], "-c": [sys.executable, "-c", text]}
+    return subprocess.run(command[how], cwd=folder, text=True, capture_output=True, timeout=500)
 
 
 WORK = """
@@ -42,24 +39,19 @@ with shmsync.Publisher(make(), timeout=120) as pub, shmsync.Workers(pub, work, 2
 """
 
 
-@pytest.mark.parametrize("method", first(METHODS))
+@pytest.mark.parametrize("method", METHODS)
 def test_functions_of_a_script(tmp_path, method):
     guarded = "if __name__ == '__main__':" + START.replace("METHOD", repr(method)).replace("\n", "\n    ")
     done = program(tmp_path, COMMON + WORK + guarded)
     assert (done.returncode, done.stdout, done.stderr) == (0, "attached [0, 1] 2\n", "")
 
 
-@pytest.mark.full  # two interpreters
-@pytest.mark.parametrize("how", ["-c", "-i"])
-def test_functions_of_no_file_are_an_error_at_once_or_are_forked(tmp_path, how):
-    done = program(tmp_path, COMMON + WORK + START.replace("METHOD", "'spawn'"), how=how)
+def test_functions_of_no_file_are_an_error_at_once(tmp_path):
+    done = program(tmp_path, COMMON + WORK + START.replace("METHOD", "'spawn'"), how="-c")
     assert "ProtocolError: the workers cannot import work of __main__" in done.stderr
     assert "put it into a file" in done.stderr
-    done = program(tmp_path, COMMON + WORK + START.replace("METHOD", "'fork'"), how=how)
-    assert "attached [0, 1] 2\n" in done.stdout
 
 
-@pytest.mark.full  # an interpreter, and its children
 def test_a_script_without_the_main_line_is_told_about_it(tmp_path):
     done = program(tmp_path, COMMON + WORK + START.replace("METHOD", "'spawn'"))
     assert done.returncode == 1
@@ -86,8 +78,7 @@ def started(folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=folder, start_new_session=True, stderr=subprocess.PIPE, preexec_fn=heed)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("when", ["starting", "running"])
+@pytest.mark.parametrize(("method", "when"), [("forkserver", "starting"), *((method, "running") for method in METHODS)])
 def test_ctrl_c_leaves_nothing_behind(tmp_path, method, when):
     (tmp_path / "program.py").write_text(COMMON + INTERRUPTED.replace("METHOD", repr(method)))
     with started(tmp_path) as run:
@@ -116,27 +107,3 @@ def test_a_killed_trainer_takes_its_waiting_workers_along(tmp_path):
             until(lambda pid=pid: not alive(pid))
     for path in Path("/dev/shm").glob(f"shmsync.{run.pid}-*"):
         path.unlink(missing_ok=True)
-
-
-INTERRUPTED_START = """
-import multiprocessing, socket
-from multiprocessing import forkserver
-from shmsync.memory.system.process import start_process
-
-def started():
-    process = multiprocessing.get_context("forkserver").Process(target=int)
-    start_process(process)
-    process.join(60)
-    return process.exitcode
-
-if __name__ == "__main__":
-    for _ in range(5):
-        assert started() == 0
-        with socket.socket(socket.AF_UNIX) as client:  # a start() whose interrupt came before it sent descriptors
-            client.connect(forkserver._forkserver._forkserver_address)
-"""
-
-
-def test_a_process_starts_though_an_interrupted_start_has_ended_the_fork_server(tmp_path):
-    done = program(tmp_path, INTERRUPTED_START)
-    assert done.returncode == 0, done.stderr

@@ -9,7 +9,6 @@ import threading
 import pytest
 
 import shmsync
-from support.calls import Call
 from support.jobs import workers as jobs
 from support.jobs.pools import METHODS, pids, queue
 from support.processes import alive, kill, stop, until
@@ -93,10 +92,7 @@ def test_a_worker_may_return_early(pub):
 def test_what_does_not_return_is_terminated(pub, caplog):
     ready = multiprocessing.get_context("forkserver").Event()
     for work, args in ((jobs.never_returns, ()), (jobs.deaf, (ready,))):
-        with (
-            caplog.at_level(logging.WARNING, "shmsync"),
-            shmsync.Workers(pub, work, 1, args=args) as workers,
-        ):
+        with caplog.at_level(logging.WARNING, "shmsync"), shmsync.Workers(pub, work, 1, args=args) as workers:
             if args:
                 ready.wait()
             (pid,) = pids(workers)
@@ -158,22 +154,6 @@ def test_workers_without_a_with(pub):
     pub.publish(stamped(4), wait=True)  # these workers have ended, and others need not follow
     with workers:
         assert workers.alive == [0, 1]
-
-
-@pytest.mark.full  # seconds of waiting
-def test_closing_is_no_death_to_a_wait_of_another_thread(pub):
-    """The workers never apply a version; restart= would start them again while they are ended."""
-    ready = multiprocessing.get_context("forkserver").Event()
-    workers = shmsync.Workers(pub, jobs.deaf, 3, args=(ready,), restart=3).start()
-    ready.wait()
-    ended = pids(workers)
-    waiting = Call(pub.publish, stamped(2), wait=True)
-    until(lambda: pub.version == 2)
-    workers._timeout = 0.1
-    workers.close()
-    assert waiting.result() == 2
-    assert workers.procs == [] and pub.readers() == [] and not any(map(alive, ended))
-    pub.publish(stamped(3), wait=True)
 
 
 def test_every_row_of_an_ended_worker_is_freed_and_no_other(pub):

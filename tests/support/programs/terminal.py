@@ -19,7 +19,6 @@ from shmsync import cli
 from support.processes import PATIENCE
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
 
 
@@ -32,9 +31,8 @@ def run_command(conn, paths, arguments, environment):
     if pid == 0:
         become_the_foreground_job()
         os.environ.update(environment)
-        encoding = environment.get("PYTHONIOENCODING", "utf-8")
         for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
-            setattr(sys, name, open(number, mode, encoding=encoding, buffering=1, closefd=False))  # noqa: SIM115
+            setattr(sys, name, open(number, mode, encoding="utf-8", buffering=1, closefd=False))  # noqa: SIM115
         try:
             status = cli.main(arguments)
         except SystemExit as ended:
@@ -77,24 +75,22 @@ def run(server, folder, *arguments, **environment):
 class Terminal:
     """`shmsync ARGUMENTS` at `columns` x `lines`; `server` starts processes."""
 
-    def __init__(self, server, *arguments, columns=120, lines=40, stdin=True, **environment):
+    def __init__(self, server, *arguments, columns=120, lines=40, **environment):
         self.ours, self._theirs = pty.openpty()  # kept open, so that its modes can be read when the program has ended
-        self.resize(columns, lines)
+        self.columns, self.lines = columns, lines
+        fcntl.ioctl(self._theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         self.modes_before = termios.tcgetattr(self._theirs)
         path = os.ttyname(self._theirs)
         environment = {"TERM": "xterm-256color", "NO_COLOR": ""} | environment
         conn, theirs = server.Pipe()
-        paths = [path if stdin else "/dev/null", path, path]
-        self.process = server.Process(target=run_command, args=(theirs, paths, arguments, environment), daemon=True)
+        self.process = server.Process(
+            target=run_command, args=(theirs, [path] * 3, arguments, environment), daemon=True
+        )
         self.process.start()
         theirs.close()
         self.pid = conn.recv()
         conn.close()
         self.text = ""
-
-    def resize(self, columns, lines):
-        self.columns, self.lines = columns, lines
-        fcntl.ioctl(self._theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def signal(self, number):
         os.kill(self.pid, number)
