@@ -36,7 +36,7 @@ planted-faults: $(STAMP)
 # (support/devices/simulated.py), or with DEVICE=cuda on the first GPU. Then, with modules in the host's memory, what holds
 # for all schemes, for those in shared memory, and the collector's tests with devices.
 DEVICE ?= simulated
-ON_DEVICES := engine unit/source/test_layouts.py unit/bind/test_verify.py
+ON_DEVICES := engine unit/source/test_layouts.py
 SCHEMES_ON_DEVICES := $(addprefix conformance/,\
   $(addprefix sends/test_,cast.py many_sends.py partial.py receive.py refused.py send.py) \
   $(addprefix trouble/test_,death.py own_loop.py own_messages.py threads.py))

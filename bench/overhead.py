@@ -1,10 +1,9 @@
-"""What a feature costs: checksums, protection of adopted memory, traces. Each call with it, beside the same without.
+"""What a feature costs: protection of adopted memory, traces. Each call with it, beside the same without.
 
     python bench/overhead.py                                   all of them
-    python bench/overhead.py checksums --megabytes 1 100       one of them, with other sizes
+    python bench/overhead.py protection --megabytes 1 100      one of them, with other sizes
     python bench/overhead.py trace --out DIR                   where overhead.json and .md go (default ./bench-results)
 
-checksums   publish() and update() with checksum=True; and sub.verify(). docs/verify.md has a table.
 protection  update() of an adopted module, around nothing, and around a step of SGD and of Adam. docs/adr/0039 has one.
 trace       read sections, publish() and update() of a small model. docs/observing.md has one.
 
@@ -14,7 +13,6 @@ Both are measured in turns in one process. Ratios compare; times are of one mach
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,13 +21,12 @@ from pathlib import Path
 
 import torch
 from common import page
-from common.measure import row, side_by_side, timed
+from common.measure import row, timed
 from common.row import Row
 from torch import nn
 
 import shmsync
 
-LEAVES = 100  # of the weights with checksums
 TENSORS = 5  # of an adopted module
 ROUNDS, CALLS = 40, 500  # of a trace
 
@@ -37,25 +34,6 @@ ROUNDS, CALLS = 40, 500  # of a trace
 def update(pub: shmsync.Publisher) -> None:
     with pub.update():
         pass
-
-
-def checksums(sizes: list[float]) -> Iterator[Row]:
-    for size in sizes or [100.0]:
-        weights = {f"leaf{number}": torch.randn(int(size * 1e6 / 4 / LEAVES)) for number in range(LEAVES)}
-        parts = {"publish()": weights, "publish(one leaf)": {"leaf0": weights["leaf0"]}}
-        where = f"{size:g} MB in {LEAVES} leaves"
-        with (
-            shmsync.Publisher(weights) as plain,
-            shmsync.Publisher(weights, checksum=True) as summed,
-            shmsync.Subscriber(summed.handle) as sub,
-        ):
-            for name, part in parts.items():
-                calls = [functools.partial(pub.publish, part) for pub in (summed, plain)]
-                yield side_by_side(f"{name} with checksums, {where} / without", *calls, 15, "")
-            calls = [functools.partial(update, pub) for pub in (summed, plain)]
-            yield side_by_side(f"update() with checksums, {where} / without", *calls, 15, "")
-            assert sub.verify().version == summed.version
-            yield row(f"sub.verify(), {where}", [timed(sub.verify) for _ in range(15)])
 
 
 def protection(sizes: list[float]) -> Iterator[Row]:
@@ -118,7 +96,7 @@ def trace(sizes: list[float]) -> Iterator[Row]:
         print(f"{lines:,} events, {file.stat().st_size / lines:.0f} bytes each")
 
 
-KINDS = {"checksums": checksums, "protection": protection, "trace": trace}
+KINDS = {"protection": protection, "trace": trace}
 
 
 def main() -> None:

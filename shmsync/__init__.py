@@ -39,7 +39,6 @@ if _TYPE_CHECKING:
     from .engine.read.section_values import VersionStamp
     from .engine.stats import PublisherStats, ReaderInfo, SubscriberStats
     from .engine.subscriber import Snapshot, Subscriber, attach
-    from .engine.verify.compare import Proof
     from .schemes import *  # noqa: F403
     from .workers import Workers
 
@@ -49,7 +48,6 @@ __all__ = [
     "Handle",
     "Latency",
     "ProcessState",
-    "Proof",
     "Publisher",
     "PublisherStats",
     "ReadSection",
@@ -68,7 +66,6 @@ __all__ += _schemes.__all__
 # Imported when they are first used: they need torch, which the command line starts without.
 _LATER = {
     "Latency": ".engine.deadlines",
-    "Proof": ".engine.verify.compare",
     "Publisher": ".engine.publisher",
     "PublisherStats": ".engine.stats",
     "ReaderInfo": ".engine.stats",

@@ -18,7 +18,6 @@
     ├── WorkerDied         published, but these workers died before they applied it
     ├── WorkerFailed       what the function of a worker of Workers raised; its cause is that exception
     ├── AckTimeout         published, but these workers have not applied it in time             (TimeoutError)
-    ├── NotDelivered       verify(): these leaves, or workers, hold other weights than those that were published
     ├── ProtocolError      the call makes no sense here, for example a publish inside one's own read section
     ├── DeviceFailed       a device failed, perhaps in what it was asked for earlier
     ├── ClosedError        the handle, or the publisher, is closed
@@ -35,7 +34,7 @@ from typing import Any
 
 __all__ = [
     "AckTimeout", "ArenaCorrupt", "ArenaExists", "ArenaNotFound", "ClosedError", "DataMismatch", "DeviceBusy",
-    "DeviceFailed", "ForkedHandle", "ManifestMismatch", "NoSpace", "NotDelivered", "Poisoned", "ProtocolError",
+    "DeviceFailed", "ForkedHandle", "ManifestMismatch", "NoSpace", "Poisoned", "ProtocolError",
     "PublishTimeout", "ReaderStalled", "ReaderTableFull", "ShmSyncError", "SubscriberBusy", "WorkerDied",
     "WorkerFailed", "WriterBusy", "WriterDied",
 ]  # fmt: skip
@@ -137,21 +136,6 @@ class WorkerFailed(ShmSyncError):
 
 class AckTimeout(ShmSyncError, TimeoutError):
     """Published, but the named workers have not applied it in time."""
-
-
-class NotDelivered(ShmSyncError):
-    """What a worker holds is not what was published; `leaves` has the dotted keys that differ, as far as known."""
-
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        version: int | None = None,
-        missing: Iterable[int | str] = (),
-        leaves: Iterable[str] = (),
-    ) -> None:
-        super().__init__(message, version=version, missing=missing)
-        self.leaves = tuple(leaves)
 
 
 class ProtocolError(ShmSyncError):

@@ -21,7 +21,7 @@ case "${1:-}" in
     "$PYTHON" -m pip wheel -q --no-deps --wheel-dir "$PLACE/wheels" .
     # torch is the machine's own.
     "$PYTHON" -m pip download -q --no-deps --dest "$PLACE/wheels" tensordict cloudpickle orjson packaging pyvers \
-      importlib_metadata zipp posix_ipc psutil xxhash cuda-bindings cuda-pathfinder pytest iniconfig pluggy pygments \
+      importlib_metadata zipp posix_ipc psutil cuda-bindings cuda-pathfinder pytest iniconfig pluggy pygments \
       pytest-timeout pytest-xdist execnet
     ls "$PLACE/wheels"
     exit 0 ;;

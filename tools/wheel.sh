@@ -59,7 +59,7 @@ esac
 
 echo "== in a clean environment"
 "$PYTHON" -m venv "$WORK/clean"
-"$WORK/clean/bin/pip" install -q -c constraints.txt "$wheel[verify]" numpy pytest pytest-timeout pytest-xdist
+"$WORK/clean/bin/pip" install -q -c constraints.txt "$wheel" numpy pytest pytest-timeout pytest-xdist
 cd "$WORK/clean" # where no source folder shadows the package
 bin/python -m shmsync doctor
 bin/python lib/python3*/site-packages/shmsync/examples/quickstart.py

@@ -134,16 +134,6 @@ std::optional<Header> read_identity(int fd) {
   return header;
 }
 
-// Changes a part of the word; another thread may change the other part meanwhile.
-template <class Change>
-void change_asked(Control& control, Change change) {
-  Word64& asked = control.publication().asked;
-  std::uint64_t before = asked.load(std::memory_order_relaxed);
-  // SYNC asked: release, after the version that it is about; pairs with ReadSide::asked_now().
-  while (!asked.compare_exchange_weak(before, change(before), std::memory_order_release, std::memory_order_relaxed)) {
-  }
-}
-
 // How errors name a row.
 nb::object name_of(std::uint64_t owner, std::int32_t worker) {
   if (worker >= 0) return nb::int_(worker);
@@ -262,12 +252,7 @@ void bind_memory(nb::module_& m) {
       .def_ro("acked", &ReaderTable::Row::acked, "The version that it has applied; 0: none yet.")
       .def_ro("reads", &ReaderTable::Row::reads)
       .def_ro("torn", &ReaderTable::Row::torn)
-      .def_ro("retries", &ReaderTable::Row::retries)
-      .def_prop_ro(
-          "question", [](const ReaderTable::Row& r) { return static_cast<std::uint32_t>(r.answer >> 32); },
-          "The question of the publisher that it has answered last; 0: none.")
-      .def_prop_ro(
-          "found", [](const ReaderTable::Row& r) { return static_cast<std::uint32_t>(r.answer); }, "Its answer.");
+      .def_ro("retries", &ReaderTable::Row::retries);
 
   nb::class_<Control>(m, "Control", "A mapped control segment.")
       .def_static(
@@ -376,16 +361,8 @@ void bind_memory(nb::module_& m) {
           "row"_a, nb::sig("def name_of(self, row: tuple[int, int]) -> int | str"),
           "As Row.name, of the row with this number as long as it has this owner.")
       .def(
-          "ask",
-          [](Control& c, std::uint32_t question) {
-            change_asked(c, [question](std::uint64_t before) { return pack_asked(question, trace_of(before)); });
-          },
-          "question"_a, "For the publisher: ask every reader what it holds; 0 takes the question back.")
-      .def(
           "ask_for_trace",
-          [](Control& c, std::uint32_t which) {
-            change_asked(c, [which](std::uint64_t before) { return pack_asked(question_of(before), which); });
-          },
+          [](Control& c, std::uint32_t which) { c.publication().asked.store(which, std::memory_order_relaxed); },
           "which"_a,
           "For the publisher: have every reader trace what it does, in this file; 0: in none. See layout.hpp.");
 }

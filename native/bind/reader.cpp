@@ -327,9 +327,6 @@ void bind_reader(nb::module_& m) {
           "leave_held", [](nb::handle self) { return nb::inst_ptr<Reader>(self)->abandon(self); },
           nb::sig("def leave_held(self) -> bool"), "Leave what a hook has entered; True if it was torn.")
       .def(
-          "drop_pin", [](nb::handle self) { nb::inst_ptr<Reader>(self)->give_up_entry(self); },
-          nb::sig("def drop_pin(self) -> None"), "Give up a pin that became no section.")
-      .def(
           "wait_at_gate",
           [](Reader& r, std::int64_t timeout_ns) {
             const WithoutGil released;
@@ -358,9 +355,6 @@ void bind_reader(nb::module_& m) {
       .def_prop_ro("held_version", [](const Reader& r) { return version_of(r.side->held()); })
       .def_prop_ro("held_slot", [](const Reader& r) { return slot_of(r.side->held()); })
       .def_prop_ro(
-          "question", [](const Reader& r) { return r.side->question(); },
-          "The number of a question of the publisher that is not answered yet; 0: none.")
-      .def_prop_ro(
           "requested_trace", [](const Reader& r) { return r.side->trace(); },
           "The file in which this reader should write what it does, see layout.hpp; 0: none.")
       .def(
@@ -376,9 +370,6 @@ void bind_reader(nb::module_& m) {
       .def_prop_ro(
           "trace", [](const Reader& r) { return for_python(r.side->written_trace()); },
           nb::sig("def trace(self) -> Trace | None"))
-      .def(
-          "answer", [](Reader& r, std::uint32_t question, std::uint32_t found) { r.side->answer(question, found); },
-          "question"_a, "found"_a)
       .def_prop_ro("latest", [](const Reader& r) { return r.side->latest(); })
       .def_prop_ro(
           "final_version", [](const Reader& r) { return r.side->last_words(); },

@@ -1,10 +1,10 @@
 // ReadSide for Python: the lock around sections, and nesting.
 //
 // The common path (nothing new, the gate is open) runs here. All else goes to Python, through hooks of the subclass:
-// _enter_slowly(outcome, version, timeout), _refresh_now(), _answer_now(), _trace_now(), _look_for_successor() for one
-// that follows, _use_copies() at the entry of a section whose private copies a device may still renew, _reads_end() and
+// _enter_slowly(outcome, version, timeout), _refresh_now(), _trace_now(), _look_for_successor() for one that follows,
+// _use_copies() at the entry of a section whose private copies a device may still renew, _reads_end() and
 // _copies_read() at the end of a section that a device works for. Below code that Dynamo compiles it calls
-// _enter_slow(), _refresh_slow(), _answer_slow() and _trace_slow(), which keep it out. read() hands a timeout that is
+// _enter_slow(), _refresh_slow() and _trace_slow(), which keep it out. read() hands a timeout that is
 // no float, or is none, to _checked_timeout().
 //
 // INV: when a hook raises, or a signal interrupts it anywhere, a pin that became no section is dropped and the lock is
@@ -98,7 +98,7 @@ class Reader {
           const Entering mark(entering);
           call_method(self, "_look_for_successor");
         }
-        if (side->is_asked()) heed(self, version.is_none() && timeout.is_none());
+        if (side->should_change_trace()) change_trace(self);
         const Enter outcome = version.is_none() ? side->try_enter() : Enter::gated;
         if (outcome != Enter::same) {
           const Entering mark(entering);
@@ -156,9 +156,6 @@ class Reader {
     return torn;
   }
 
-  // The entry of a pinned section failed, perhaps after it had the pin.
-  void give_up_entry(nb::handle self) { drop_pin(self); }
-
   // A section's object is gone, and was entered so many times more than left: no code can leave it any more. Its pin
   // stays until close(), since the weights may still be in use.
   void drop(int entries) { dropped += entries; }
@@ -166,13 +163,13 @@ class Reader {
   bool refresh(nb::handle self) {
     check();
     if (inside()) return false;
-    if (side->unchanged() && !publisher_lost && !should_look() && !side->is_asked()) {
+    if (side->unchanged() && !publisher_lost && !should_look() && !side->should_change_trace()) {
       thread_versions.use(thread_versions.applied());
       return false;
     }
     lock(self, nb::none());
     try {
-      if (side->is_asked()) heed(self, false);  // the hook answers
+      if (side->should_change_trace()) change_trace(self);
       const Entering mark(entering);
       const bool moved = nb::cast<bool>(call_method(self, nothing_compiles() ? "_refresh_now" : "_refresh_slow"));
       thread_versions.use(thread_versions.applied());
@@ -341,13 +338,9 @@ class Reader {
               .c_str());
   }
 
-  // Does what the publisher asks for, as far as it may now.
-  void heed(nb::handle self, bool may_answer) {
+  void change_trace(nb::handle self) {
     const Entering mark(entering);
-    const bool plain = nothing_compiles();
-    if (side->should_change_trace()) call_method(self, plain ? "_trace_now" : "_trace_slow");
-    side->forget_question();
-    if (may_answer && side->question() != 0) call_method(self, plain ? "_answer_now" : "_answer_slow");
+    call_method(self, nothing_compiles() ? "_trace_now" : "_trace_slow");
   }
 
   bool should_look() {

@@ -103,8 +103,6 @@ void read(ReadSide& side, Arena& arena, Input& input) {
   } else {
     side.drop();
   }
-  if (side.question() != 0) side.answer(side.question(), 1);
-  side.forget_question();
   side.last_words();
   side.unchanged();
 }

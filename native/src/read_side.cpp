@@ -131,13 +131,6 @@ void ReadSide::applied() {
   if (trace_) trace_->mark("ack", version_of(held_));
 }
 
-// The publisher looks again and again, so no thread has to be woken.
-void ReadSide::answer(std::uint32_t question, std::uint32_t found) {
-  heeded_ = pack_asked(question, trace_of(heeded_));
-  if (owns_row())
-    row_.answer.store(std::uint64_t{question} << 32 | found, std::memory_order_relaxed);  // one word: needs no order
-}
-
 void ReadSide::forget() { applied_ = 0; }
 
 bool ReadSide::torn_so_far() const {

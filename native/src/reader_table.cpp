@@ -36,7 +36,6 @@ void ReaderTable::clear(ReaderRow& row) {
   row.reads.store(0, std::memory_order_relaxed);
   row.torn.store(0, std::memory_order_relaxed);
   row.retries.store(0, std::memory_order_relaxed);
-  row.answer.store(0, std::memory_order_relaxed);
 }
 
 std::optional<std::uint32_t> ReaderTable::claim(std::uint64_t me, std::int32_t worker) {
@@ -105,7 +104,6 @@ ReaderTable::Row ReaderTable::look(std::uint32_t row) const {
   look.torn = r.torn.load(relaxed);
   look.retries = r.retries.load(relaxed);
   look.held = r.held.load(relaxed);
-  look.answer = r.answer.load(relaxed);
   return look;
 }
 

@@ -60,26 +60,6 @@ void a_row_is_forgotten_only_when_nobody_has_it() {
   CHECK(memory.table.claim(reader_id(5), 1) == 0u);
 }
 
-// A question is seen once by each reader; an answer names its question, and no later owner has it.
-void a_question_is_answered_once() {
-  Memory memory(1, 2);
-  PublicationWriter writer = memory.writer();
-  publish(writer);
-  ReadSide first = memory.reader(), second = memory.reader();
-  CHECK(first.question() == 0);
-  memory.line.asked.store(pack_asked(7, 0));
-  CHECK(first.question() == 7 && second.question() == 7);
-  first.answer(7, 3);
-  CHECK(first.question() == 0 && second.question() == 7);
-  CHECK(memory.table[0].answer.load() == (std::uint64_t{7} << 32 | 3) && memory.table[1].answer.load() == 0);
-  memory.line.asked.store(pack_asked(8, 0));
-  CHECK(first.question() == 8);
-  CHECK(memory.table.reap(0, reader_id(0), kWriter));
-  first.answer(8, 1);  // the row is not its own any more
-  CHECK(memory.table.claim(reader_id(5), 1) == 0u);
-  CHECK(memory.table[0].answer.load() == 0);
-}
-
 // Neither the ack of the previous owner, nor of one that came and went during the look.
 void an_owner_without_an_index_yet_has_no_ack() {
   Memory memory(1, 1);
@@ -179,7 +159,6 @@ void one_winner_per_row() {
 }  // namespace
 
 int main() {
-  a_question_is_answered_once();
   a_row_is_forgotten_only_when_nobody_has_it();
   a_full_table_refuses();
   a_claim_shows_nothing_of_its_predecessor();

@@ -83,26 +83,23 @@ void a_reader_and_a_writer_are_traced() {
   PublicationWriter writer = memory.writer();
   publish(writer);
   ReadSide reader = memory.reader();
-  CHECK(!reader.is_asked() && !reader.should_change_trace());
+  CHECK(!reader.should_change_trace());
   const auto trace = std::make_shared<Trace>(file.fd(), "policy");
   writer.write_trace(trace);
-  memory.line.asked.store(pack_asked(0, 1u << kTraceFdBits | 8));
-  CHECK(reader.is_asked() && reader.should_change_trace() && reader.question() == 0);
+  memory.line.asked.store(1u << kTraceFdBits | 8);
+  CHECK(reader.should_change_trace());
   reader.write_trace(reader.trace(), trace);
-  CHECK(!reader.is_asked());
+  CHECK(!reader.should_change_trace());
   publish(writer);
   CHECK(reader.try_enter() == Enter::moved);
   reader.applied();
   CHECK(!reader.leave());
-  memory.line.asked.store(pack_asked(3, 2u << kTraceFdBits | 8));  // another trace, in the same descriptor
-  CHECK(reader.should_change_trace() && reader.question() == 3);
-  reader.answer(3, 1);
-  CHECK(reader.is_asked() && reader.question() == 0);
+  memory.line.asked.store(2u << kTraceFdBits | 8);  // another trace, in the same descriptor
+  CHECK(reader.should_change_trace());
   memory.line.asked.store(0);
-  CHECK(reader.is_asked() && reader.should_change_trace());
+  CHECK(reader.should_change_trace());
   reader.write_trace(0, nullptr);
-  reader.forget_question();
-  CHECK(!reader.is_asked());
+  CHECK(!reader.should_change_trace());
   publish(writer);
   CHECK(reader.try_enter() == Enter::moved);
   reader.leave();

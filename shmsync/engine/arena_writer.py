@@ -5,9 +5,8 @@ Publisher shows this to users; the schemes publish through it.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +31,6 @@ from .source.dtypes import Dtypes, cast_leaves, kept_leaves
 from .source.leaf_check import problem_with
 from .source.manifest_check import same_bytes
 from .source.sources import EVERYTHING, Filter, Weights, check_keys, collect, not_saved
-from .verify.checksums import check_checksum, refuse_without_checksums
-from .verify.compare import Proof
-from .verify.request import VerifyRequest
 from .write.acks import Acks
 from .write.publishing import publish_plan
 from .write.update import load_inside_update, step_inside_update
@@ -48,7 +44,7 @@ class ArenaWriter:
     """Makes an arena for some weights, and publishes in it. Not yet ready for readers: see open().
 
     Args:
-        weights, name, slots, max_readers, device, dtype, timeout, checksum: those of Publisher, already checked.
+        weights, name, slots, max_readers, device, dtype, timeout: those of Publisher, already checked.
         filter: which leaves the arena has.
 
     Attributes:
@@ -67,18 +63,15 @@ class ArenaWriter:
         dtype: Dtypes,
         filter: Filter,
         timeout: float,
-        checksum: bool,
     ) -> None:
         self.source: Weights | None = weights
         self._filter = filter
         with plainly():
-            tensors, manifest = _manifest_of(weights, filter, dtype, checksum)
+            tensors, manifest = _manifest_of(weights, filter, dtype)
             place = place_for(tensors, device)
-            check_checksum(checksum)
         del tensors
         self.arena, self._created = create(name, manifest, slots=slots, max_readers=max_readers, device=place.device)
         self.side = WriteSide(self.arena, name, me().owner, timeout)
-        self._verify_request = VerifyRequest(self.arena)
         self.plans = PlanCache(self.arena, name, filter, any_device=place.any_device)
         watch_exit()
         copy_by_value()
@@ -220,32 +213,6 @@ class ArenaWriter:
         self.source = None
         self.plans.forget()
 
-    def ask(self, workers: list[int] | None, deadline: float, meanwhile: Callable[[], object] = lambda: None) -> Proof:
-        """As Publisher.verify() of these workers (None: all), until the monotonic time `deadline`.
-
-        `meanwhile` is called again and again until all have answered.
-        """
-        side = self.side
-        side.check()
-        side.refuse_not_started(workers)
-        refuse_without_checksums(self.arena.manifest, side.name)
-        if self.arena.rows_held_by_this_thread():
-            raise ProtocolError(
-                "verify() inside a read section of this thread would wait for it to leave; leave the section first",
-                version=side.current[0],
-            )
-        if self.arena.slots == 1 and side.updating_thread == threading.get_ident():
-            raise ProtocolError(
-                "verify() inside update() would wait for readers, and the gate keeps them out; leave update() first",
-                version=side.current[0],
-            )
-
-        def look() -> None:
-            side.check()
-            meanwhile()
-
-        return self._verify_request.ask(workers, side.current[0], deadline, look)
-
     # Which workers have applied what.
 
     def applied_by(self, version: int) -> list[int]:
@@ -297,7 +264,7 @@ class ArenaWriter:
                 self._finalizer()
 
 
-def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes, checksum: bool) -> tuple[dict[Key, Any], Manifest]:
+def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes) -> tuple[dict[Key, Any], Manifest]:
     everything = collect(weights, EVERYTHING, watch=False).tensors
     tensors = everything
     if filter.filters:
@@ -311,7 +278,7 @@ def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes, checksum: bool
         raise ManifestMismatch("these weights cannot be published: " + "; ".join(problems))
     dtypes = cast_leaves(tensors, dtype, kept_leaves(weights, everything) if isinstance(dtype, torch.dtype) else ())
     unsaved = not_saved(weights) if isinstance(weights, nn.Module) else ()
-    return tensors, Manifest.of(tensors, dtypes=dtypes, filtered=filter.filters, checksum=checksum, unsaved=unsaved)
+    return tensors, Manifest.of(tensors, dtypes=dtypes, filtered=filter.filters, unsaved=unsaved)
 
 
 def _clean_up(created: segment.Created, side: WriteSide, closing: list[bool]) -> None:

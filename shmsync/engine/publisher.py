@@ -25,7 +25,6 @@ from .source.arena_device import SAME
 from .source.dtypes import Dtypes, check_dtypes
 from .source.sources import Filter, Patterns, Weights
 from .stats import PublisherStats, ReaderInfo
-from .verify.compare import Proof
 from .verify.tracing import Tracing
 from .write.acks import Acks
 from .write.update import Update
@@ -58,8 +57,6 @@ class Publisher:
             exclude= or in dtype=, is a ManifestMismatch.
         exclude: glob patterns on dotted keys: the leaves that are left out.
         timeout: the arena's default, in seconds; math.inf waits without limit, None is 10.
-        checksum: write a checksum of each leaf with each version, so that verify() can prove what workers hold. Each
-            publish() then reads again the bytes that it has written, each update() all leaves. Needs shmsync[verify].
         first_version: the number of the first version. A restarted trainer that passes its last saved number plus one
             continues the numbers.
 
@@ -86,7 +83,6 @@ class Publisher:
         include: Patterns = None,
         exclude: Patterns = None,
         timeout: float | None = DEFAULT_TIMEOUT,
-        checksum: bool = False,
         first_version: int = 1,
     ) -> None:
         first_version = whole("first_version", first_version, 1, _native.MAX_VERSION)
@@ -102,7 +98,6 @@ class Publisher:
             dtype=dtype,
             filter=Filter.of(include, exclude),
             timeout=timeout_or_default(timeout),
-            checksum=checksum,
         )
         try:
             self._writer.open(first_version)
@@ -246,31 +241,6 @@ class Publisher:
         side.check()
         side.refuse_not_started(wanted)
         wait_for_readers(side, wanted, processes, deadline)
-
-    def verify(self, *, timeout: float | None = None, workers: Iterable[int] | None = None) -> Proof:
-        """Let every worker prove what it holds: that its bound modules compute with the published weights.
-
-        A worker answers at its next section, refresh() or slice of a wait_version(), where it reads all its weights
-        once. Publishing may continue meanwhile: an answer is about the newest version that its worker finds.
-
-        Args:
-            timeout: seconds for the whole call; None is the arena's default, math.inf waits without limit.
-            workers: None asks every subscriber that is attached now; indices ask these, attached or not.
-
-        Returns:
-            The version at the call, the number of leaves that each worker compared, and these workers. A worker that
-            detaches before it has answered is not among them, and raises nothing unless `workers` names it.
-
-        Raises:
-            NotDelivered: these workers hold other weights; sub.verify() there names every leaf.
-            WorkerDied: these died before they answered.
-            AckTimeout: these have not answered in time, or are not attached.
-            ProtocolError: the arena has no checksums, or this thread is in a read section.
-            ClosedError: this publisher is closed.
-            WriterBusy: another thread asks.
-        """
-        deadline = deadline_after(timeout, self._writer.side.timeout)
-        return self._writer.ask(None if workers is None else check_workers(workers), deadline)
 
     def trace(self, file: str | os.PathLike[str] | None = None) -> Tracing:
         """Record the activity of this arena's processes in a file, until stop() or the end of `with pub.trace():`.

@@ -1,6 +1,6 @@
 """One wait over the reader table: until the rows that a call asks about are done, or their processes are dead.
 
-Acks, attachment and verify() wait here; each says when a row is done, and how to sleep between two looks.
+Acks and attachment wait here; each says when a row is done, and how to sleep between two looks.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ from .read.opening import open_reader
 from .read.reading import ReadPath
 from .read.snapshot import Snapshot, copied, state_of
 from .stats import SubscriberStats
-from .verify.compare import Proof
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -282,27 +281,6 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
             return copied(reader.arena, slot), version
 
         return reader.run_as_is(copy)
-
-    def verify(self, *modules: nn.Module) -> Proof:
-        """Compare what each bound module holds with the checksums of the newest version, which is applied first.
-
-        Each tensor is read as the module has it now, under its name, also private copies, buffers and tensors that
-        replaced a bound one. A tensor of another dtype is compared with the published value cast to that dtype.
-
-        Args:
-            *modules: the modules that this process computes with, if they are not the bound ones: a copy, a part of an
-                agent. They must have every leaf of the arena.
-
-        Returns:
-            The version, the number of leaves that were compared, and the modules' leaves that no checksum is for.
-
-        Raises:
-            NotDelivered: names every leaf that differs, where it is and what is there instead; also when another
-                publisher has this arena's name.
-            ProtocolError: the arena has no checksums, or a section of this thread is open that is not pinned.
-            ShmSyncError: as in read().
-        """
-        return self._reader.verify(modules)
 
     def close(self) -> None:
         """Give the row back. Tensors of the arena stay readable, but unprotected. Idempotent.

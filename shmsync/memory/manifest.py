@@ -1,8 +1,7 @@
 """The manifest: the ordered list of leaves of an arena, and where each stands in a slot.
 
 A leaf is a key path, a dtype, a shape, strides and an offset. Tied tensors share one offset. The manifest is written as
-JSON into the control segment, with the place of the checksums where there are some; its fingerprint is part of the
-header, so that a mismatched reader refuses to attach.
+JSON into the control segment; its fingerprint is part of the header, so that a mismatched reader refuses to attach.
 
 The command line reads manifests without torch: torch is imported when a leaf is asked for its `dtype`.
 """
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from .. import _native
 
 Key = tuple[str, ...]
-
-CHECKSUM_BYTES = 8
 
 T = TypeVar("T")
 _LARGEST = 2**63
@@ -98,7 +95,6 @@ class Manifest:
 
     leaves: tuple[Leaf, ...]
     filtered: bool = False  # made with include= or exclude=: a module may have more than the arena
-    sums: int | None = None  # where in a slot the checksums stand, 8 bytes for each of `places`; None: it has none
     by_key: dict[Key, Leaf] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -120,14 +116,9 @@ class Manifest:
         return max((leaf.offset + leaf.nbytes for leaf in self.leaves), default=0)
 
     @property
-    def written_bytes(self) -> int:
-        """Bytes of a slot that are ever written: leaves, and checksums."""
-        return self.used_bytes if self.sums is None else self.sums + CHECKSUM_BYTES * len(self.places)
-
-    @property
     def slot_bytes(self) -> int:
         """Bytes from one slot to the next."""
-        return max(SLOT_ALIGNMENT, round_up(self.written_bytes, SLOT_ALIGNMENT))
+        return max(SLOT_ALIGNMENT, round_up(self.used_bytes, SLOT_ALIGNMENT))
 
     @classmethod
     def of(
@@ -136,7 +127,6 @@ class Manifest:
         *,
         dtypes: Mapping[Key, torch.dtype] | None = None,
         filtered: bool = False,
-        checksum: bool = False,
         unsaved: Collection[Key] = (),
     ) -> Manifest:
         """Lay out the tensors in their order; `dtypes` has the leaves that are cast, and to what.
@@ -156,7 +146,7 @@ class Manifest:
             leaves.append(leaf)
             if place == offset:  # it is tied to no leaf before it
                 offset = round_up(offset + leaf.nbytes, TENSOR_ALIGNMENT)
-        return cls(tuple(leaves), filtered=filtered, sums=offset if checksum else None)
+        return cls(tuple(leaves), filtered=filtered)
 
     def to_json(self) -> bytes:
         """UTF-8 JSON; the same leaves give the same bytes."""
@@ -169,8 +159,6 @@ class Manifest:
             for leaf in self.leaves
         ]  # fmt: skip
         document: dict[str, object] = {"leaves": leaves, "filtered": self.filtered}
-        if self.sums is not None:
-            document["sums"] = self.sums
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
 
     @classmethod
@@ -181,13 +169,7 @@ class Manifest:
             leaves = tuple(_leaf(entry, slot_bytes) for entry in _typed(document["leaves"], list))
             _check_keys(leaves)
             _check_places(leaves)
-            manifest = cls(leaves, _typed(document["filtered"], bool), document.get("sums"))
-            sums = manifest.sums
-            if sums is not None and (type(sums) is not int or sums % TENSOR_ALIGNMENT or sums < manifest.used_bytes):
-                raise ValueError(f"checksums at {sums!r} do not follow the {manifest.used_bytes} bytes of the leaves")
-            if manifest.written_bytes > slot_bytes:
-                raise ValueError(f"the checksums at {sums} end beyond a slot of {slot_bytes} bytes")
-            return manifest
+            return cls(leaves, _typed(document["filtered"], bool))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ArenaCorrupt(f"the arena's manifest cannot be read: {str(error)[:500]}") from error
 

@@ -31,7 +31,6 @@ def trainer(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         assert_type(pub.stats().publish, shmsync.Latency)
         assert_type(pub.stats().stalls, int)
         pub.wait_readers([0, 1], timeout=1.0, procs=[multiprocessing.Process(), 17])
-        assert_type(pub.verify(timeout=1.0), shmsync.Proof)
         pub.wait_readers(range(2), procs={0: subprocess.Popen("true")})
         pub.publish(wait="everyone")  # type: ignore[arg-type]
         pub.stats().version = 3  # type: ignore[misc]

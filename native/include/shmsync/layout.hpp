@@ -24,7 +24,7 @@ namespace shmsync {
 static_assert(std::endian::native == std::endian::little, "shmsync lays its words out little-endian");
 
 inline constexpr std::uint64_t kMagic = 0x31434e59534d4853;  // "SHMSYNC1"
-inline constexpr std::uint32_t kAbi = 6;                     // any change to this file, or to the manifest, raises it
+inline constexpr std::uint32_t kAbi = 7;                     // any change to this file, or to the manifest, raises it
 inline constexpr std::uint32_t kEndianTag = 0x01020304;
 inline constexpr std::size_t kLine = 128;
 inline constexpr std::size_t kHandleBytes = 96;
@@ -80,15 +80,9 @@ constexpr std::uint64_t image_from(const Words& words) {
   return mixed % ((1u << kImageBits) - 1) + 1;
 }
 
-// `asked` = question << 32 | trace. The question has a number: what do you hold? 0: none is asked. The trace is a file
-// to which readers append what they do: count << 20 | 1 + a descriptor of the publisher's, opened as slab_fd is; or 0.
-// The count tells apart traces that have the same descriptor, one after the other.
+// `asked` = the trace, a file to which readers append what they do: count << 20 | 1 + a descriptor of the publisher's,
+// opened as slab_fd is; or 0. The count tells apart traces that have the same descriptor, one after the other.
 inline constexpr unsigned kTraceFdBits = 20;
-constexpr std::uint64_t pack_asked(std::uint32_t question, std::uint32_t trace) {
-  return std::uint64_t{question} << 32 | trace;
-}
-constexpr std::uint32_t question_of(std::uint64_t asked) { return static_cast<std::uint32_t>(asked >> 32); }
-constexpr std::uint32_t trace_of(std::uint64_t asked) { return static_cast<std::uint32_t>(asked); }
 
 enum class State : std::uint32_t { open = 0, closed = 1, poisoned = 2 };
 // What the slots lie in. A number from kOtherKinds on belongs to a device that another package brings.
@@ -128,7 +122,7 @@ struct alignas(kLine) PublicationLine {  // writer: the publisher
   Word32 state;
   Word32 notify;   // futex: readers wait for it to change
   Word32 waiting;  // 1 while the writer may sleep on `reply`
-  Word64 asked;    // what it asks of its readers: pack_asked()
+  Word32 asked;    // what it asks of its readers: a trace
 };
 static_assert(sizeof(PublicationLine) == kLine);
 static_assert(offsetof(PublicationLine, notify) == 12);
@@ -148,8 +142,7 @@ struct alignas(kLine) ReaderRow {    // writer: the process in `owner`
   Word64 reads;
   Word64 torn;
   Word64 retries;
-  Word64 held;    // bit k: a device has still to do reads of slot k, whose section is over
-  Word64 answer;  // question << 32 | what this reader found
+  Word64 held;  // bit k: a device has still to do reads of slot k, whose section is over
 };
 static_assert(sizeof(ReaderRow) == kLine);
 static_assert(offsetof(ReaderRow, worker) == 28);

@@ -67,23 +67,12 @@ class ReadSide {
   State state() const { return static_cast<State>(line_.state.load(std::memory_order_acquire)); }
   // Nothing newer than what was applied is complete; a closed gate alone is nothing new.
   bool unchanged() const { return (current() & ~kGate) == applied_; }
-  // Does the publisher ask for something that this reader has not done yet?
-  bool is_asked() const { return asked_now() != heeded_; }
-  // The question that this reader has not answered; 0: there is none.
-  std::uint32_t question() const {
-    const std::uint32_t question = question_of(asked_now());
-    return question == question_of(heeded_) ? 0 : question;
-  }
-  void answer(std::uint32_t question, std::uint32_t found);
-  void forget_question() {  // if it was taken back
-    if (question_of(asked_now()) == 0) heeded_ = pack_asked(0, trace_of(heeded_));
-  }
   // The trace that this reader should write; 0: none. And is that another one than it does?
-  std::uint32_t trace() const { return trace_of(asked_now()); }
-  bool should_change_trace() const { return trace() != trace_of(heeded_); }
+  std::uint32_t trace() const { return line_.asked.load(std::memory_order_relaxed); }
+  bool should_change_trace() const { return trace() != heeded_; }
   // From now on it writes this one: what it was given by trace(), and the file; null where that cannot be had.
   void write_trace(std::uint32_t which, std::shared_ptr<Trace> into) {
-    heeded_ = pack_asked(question_of(heeded_), which);
+    heeded_ = which;
     trace_ = std::move(into);
   }
   const std::shared_ptr<Trace>& written_trace() const { return trace_; }
@@ -113,8 +102,6 @@ class ReadSide {
   void unpin();
   bool is_there(std::uint64_t current) const { return slot_of(current) < slot_count_; }
   bool owns_row() const { return !retired_ && row_.owner.load(std::memory_order_relaxed) == me_; }
-  // SYNC asked: acquire; pairs with ask(). A later load of `current` finds what was published before the question.
-  std::uint64_t asked_now() const { return line_.asked.load(std::memory_order_acquire); }
   // SYNC current.commit: acquire; pairs with commit(). A thread that sees the version sees its bytes.
   std::uint64_t current() const { return line_.current.load(std::memory_order_acquire); }
   // SYNC notify.bump: acquire; pairs with announce(). A later load of `current` finds what was announced.
@@ -133,7 +120,7 @@ class ReadSide {
   std::uint64_t held_ = 0;
   std::uint64_t applied_ = 0;  // 0: nothing; a published `current` is never 0
   std::uint32_t seen_notify_ = 0;
-  std::uint64_t heeded_ = 0;      // `asked`, as far as this reader has done it
+  std::uint32_t heeded_ = 0;      // `asked`, as far as this reader has done it
   std::shared_ptr<Trace> trace_;  // null: what it does is not traced
   std::uint64_t entered_at_ = 0;  // of the open section, if it is traced
   bool wants_ = false;

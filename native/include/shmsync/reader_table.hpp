@@ -31,7 +31,6 @@ class ReaderTable {
     std::uint64_t owner, pin, acked;
     std::int32_t worker;
     std::uint64_t pinned_at, reads, torn, retries, held;
-    std::uint64_t answer;
   };
   Row look(std::uint32_t row) const;
 

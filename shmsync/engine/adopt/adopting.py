@@ -92,7 +92,7 @@ class Adoption:
         if self._protected and self._arena.on_device is None:
             address = self._arena.slot_address(0)
             _native.faults_of_adopted(address)
-            size = -(-self._arena.manifest.written_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            size = -(-self._arena.manifest.used_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
             if size and not writer.protect(address, size):
                 _log.warning("arena %r: its memory cannot be protected from writes outside update()", self.name)
         self.pull(copy=False)

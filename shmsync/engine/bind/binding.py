@@ -23,9 +23,7 @@ from ...memory.manifest import Key
 from ...memory.torch_modes import modes_are_on, plainly, run_plainly
 from ..by_identity import ByIdentity
 from ..read.reading import ReadPath
-from ..source.sources import EVERYTHING, collect, not_saved
 from ..source.wrappers import modules_in
-from ..verify.compare import HeldTensors
 from .module_check import ModuleCheck, materialise, placed_modules
 
 # The bindings of each module, kept alive by their Subscriber alone: they hold views, and so the slab.
@@ -96,20 +94,6 @@ class Binding:
     def tensors(self) -> set[int]:
         """The ids of the tensors that it moves."""
         return {id(tensor) for tensor in self._tensors.values()}
-
-    def held(self) -> HeldTensors | None:
-        """What the module has at this moment, whether it is still what was bound or not; None: it is gone."""
-        root = self._root()
-        if root is not None:
-            found = collect(root, EVERYTHING, watch=False).tensors
-            return HeldTensors(
-                type(root).__name__, found, self._fitting.leaf_of, self._fitting.beside, frozenset(not_saved(root))
-            )
-        found = self._left()
-        if not found:
-            return None
-        gone = {self._fitting.leaf_of(key) for key in self._tensors if key not in found}
-        return HeldTensors("parts of a module", found, self._fitting.leaf_of, self._fitting.beside | gone)
 
     def take(self, tensors: dict[Key, torch.Tensor], places: Sequence[tuple[Key, nn.Module]]) -> None:
         """From now on move these tensors; `places`: all modules that may own some, with their key paths."""

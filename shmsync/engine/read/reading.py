@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
 
 from ... import _native
 from ..._native import Enter, HostCall
-from ...errors import ArenaCorrupt, ClosedError, ManifestMismatch, Poisoned, ProtocolError, ShmSyncError, WriterBusy
+from ...errors import ArenaCorrupt, ClosedError, Poisoned, ProtocolError, ShmSyncError, WriterBusy
 from ...memory.dynamo import disable, skip
 from ...memory.system.process import pid_of
 from ..deadlines import check_timeout, check_version, deadline_after, slice_until
 from ..stats import SubscriberStats
-from ..verify.checksums import refuse_without_checksums
-from ..verify.compare import Proof, Verdict, refuse_succeeded, verify_held
 from ..verify.tracing import joined, warn_of_end
 from .device_sections import wait_for_reads
 from .outputs import unalias, unalias_error
@@ -109,29 +106,6 @@ class ReadPath(WaitPath):
             self.forget_applied()  # so that entering takes the slow path, which knows about Pinned
             with self.read(timeout=Pinned(self.timeout)) as section:
                 return fn(*args, **kwargs), section.version
-
-    def verify(self, modules: Sequence[nn.Module]) -> Proof:
-        """As Subscriber.verify()."""
-        with self.hold_lock():
-            refuse_without_checksums(self.arena.manifest, self.name)
-            if self.in_section:
-                if not self.in_pinned_section:
-                    raise ProtocolError(
-                        "verify() inside a section that is not pinned could compare torn weights; leave it first",
-                        version=self.applied_version,
-                    )
-                return verify_held(self, modules)
-            if self.gone and not self._move_to_successor():
-                refuse_succeeded(self)
-            try:
-                self._enter_slowly(Enter.GATED, None, Pinned(self.timeout))
-            except BaseException:
-                self.drop_pin()
-                raise
-            try:
-                return verify_held(self, modules)
-            finally:
-                self.leave_held()
 
     def close(self) -> None:
         """As Subscriber.close()."""
@@ -276,8 +250,6 @@ class ReadPath(WaitPath):
         if self._successor is not None:
             self._move_to_successor()
         before = self._moves
-        if self.question:
-            self._answer_now()
         outcome = self.try_enter(False)
         if outcome == Enter.MOVED:
             self._move()
@@ -301,26 +273,6 @@ class ReadPath(WaitPath):
             self.write_trace(which, joined(self._writer_owner, which, self.name, worker))
 
     _trace_slow = disable(_trace_now)
-
-    def _answer_now(self) -> None:
-        """Answer the publisher's question what this subscriber holds, if the gate is open; else at another time."""
-        question = self.question
-        if self.arena.manifest.sums is None:  # no publisher asks that of an arena without checksums
-            self.answer(question, Verdict.UNUSABLE)
-            return
-        try:
-            outcome = self.try_enter(True)
-            if outcome == Enter.MOVED:
-                self._move()
-            elif outcome != Enter.SAME:
-                return
-            found = Verdict.of(self)
-        except ManifestMismatch:  # what the entry raises in a moment
-            found = Verdict.UNUSABLE
-        self.leave_held()
-        self.answer(question, found)
-
-    _answer_slow = disable(_answer_now)
 
     @disable
     def _look_for_successor(self) -> None:

@@ -73,8 +73,6 @@ def _differences(old: Manifest, new: Manifest) -> str:
             found.append(f"{leaf.name} was {_shape(leaf)} and is {_shape(other)}")
         elif other.strides != leaf.strides:
             found.append(f"{leaf.name} had the strides {leaf.strides} and has {other.strides}")
-    if (old.sums is None) != (new.sums is None):
-        found.append(f"checksum= was {old.sums is not None} and is {new.sums is not None}")
     found = found or ["the same leaves are laid out in another order, or tied or cast in another way"]
     more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return "; ".join(found[:_SHOWN]) + more

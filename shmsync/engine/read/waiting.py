@@ -14,15 +14,13 @@ from typing import Protocol
 import torch
 
 from ... import _native
-from ..._native import Consistency, Enter, State
+from ..._native import Consistency, State
 from ...errors import ClosedError, ProtocolError, PublishTimeout, ShmSyncError, WriterBusy, WriterDied
 from ...memory.arena import Arena
 from ...memory.attaching import Attached, Release
 from ...memory.system.exiting import stay_if_exiting
 from ...memory.system.process import Peers, pid_of
 from ..deadlines import Samples, check_version, deadline_after, slice_until
-from ..verify.checksums import BYTES_PER_SECOND
-from ..verify.compare import Verdict
 from .device_sections import SectionStreams
 from .successor import Successor
 
@@ -172,7 +170,6 @@ class WaitPath(_native.Reader):
                     return latest
                 gone, closed = self.gone, self.state == State.CLOSED  # death first: then the state is final
                 self._look_up()
-                self._answer_waiting(deadline)
                 late = time.monotonic() >= deadline
                 if gone:
                     last = max(self.latest, self.final_version if self.arena.slots == 1 else 0)
@@ -206,27 +203,6 @@ class WaitPath(_native.Reader):
                 return self.arena is not arena or self._move_to_successor()
         except WriterBusy:  # another thread stays in its section: this wait is over at its deadline
             return False
-
-    def _answer_waiting(self, deadline: float) -> None:
-        """In each slice of a wait for a version: answer the publisher's question what this subscriber holds.
-
-        Nothing is applied here: a version that is new is for the next section, and so is the question then.
-        """
-        if not self.question or self.arena.manifest.sums is None or self.in_section:
-            return
-        if deadline - time.monotonic() < self.arena.manifest.used_bytes / BYTES_PER_SECOND:
-            return
-        try:
-            with self.hold_lock(max(0.0, deadline - time.monotonic())):
-                question = self.question
-                if question and self.try_enter(True) in (Enter.SAME, Enter.MOVED):
-                    fits = self.held_version == self.applied_version
-                    found = Verdict.of(self) if fits else 0
-                    self.leave_held()
-                    if fits:
-                        self.answer(question, found)
-        except WriterBusy:  # another thread is in a section, and will answer at its next
-            pass
 
     def _none_will_come(self, version: int, closed: bool) -> ShmSyncError:
         back = "" if self._successor is None else ", and was not published again in time"

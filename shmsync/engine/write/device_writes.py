@@ -135,15 +135,6 @@ class DeviceWrites(HostWrites):
         self._asked = True
         self._device.follow(self._stream, self._device.current())
 
-    def wait_until_copied(self, deadline: float) -> None:
-        """As in HostWrites."""
-        late = (
-            f"the next version of arena {self._name!r} is still being copied on {self._device.name}, and its checksums "
-            "need the copy; nothing was published, give it more time with timeout="
-        )
-        self._device.follow(self._stream, self._device.current())
-        wait_for_stream(self._device, self._stream, deadline, late)
-
     def commit(self) -> int:
         """As in HostWrites; the device publishes it."""
         self._device.follow(self._stream, self._device.current())

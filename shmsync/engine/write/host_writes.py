@@ -104,12 +104,6 @@ class HostWrites:
     def open_to(self) -> None:
         """An update() is open: its body writes into the slot, by the calling thread's current stream."""
 
-    def wait_until_copied(self, deadline: float) -> None:
-        """Wait until everything that was written is there, what the calling thread's stream does to it too.
-
-        Raises DeviceBusy at the deadline, DeviceFailed.
-        """
-
     def commit(self) -> int:
         """Publish what was written, when it is written; its version."""
         return int(self._writer.commit())

@@ -90,7 +90,6 @@ class Update(_native.Scope):
             side.adopted.look()  # the body may have replaced tensors too
             side.pull()
             side.counts.bytes_copied += side.adopted.buffers.copy()
-        side.add_sums(deadline_after(self._timeout, side.timeout))
         version = side.commit()
         side.set_updating(None)
         side.counts.updates += 1

@@ -21,7 +21,6 @@ from ..adopt.adopting import Adoption
 from ..copy.copy_plan import CopyPlan
 from ..deadlines import Samples
 from ..stats import Counts, PublisherStats
-from ..verify.checksums import ChecksumWriter
 from ..verify.tracing import TraceSwitch
 from .acks import Acks, WorkerWatch, wait_for_acks
 from .close_request import CloseRequest
@@ -67,7 +66,6 @@ class WriteSide:
         self.touched = True  # may the write that is under way have changed a byte?
         self._generation = _native.fork_generation()
         self._dirty = DirtyLeaves(arena.manifest, arena.slots)
-        self._sums = None if arena.manifest.sums is None else ChecksumWriter(arena)
         arena.writer = weakref.ref(self)
         self._addresses = [arena.slot_address(slot) for slot in range(arena.slots)]
 
@@ -113,15 +111,10 @@ class WriteSide:
         """
         try:
             if self.writes.wait_until_published(deadline):
-                self._published()
+                self._dirty.written()
         except DeviceFailed:
             self.undo()
             raise
-
-    def _published(self) -> None:
-        self._dirty.written()
-        if self._sums is not None:
-            self._sums.committed()
 
     def write(self, plan: CopyPlan, after: object = None) -> None:
         """Write the plan into the slot that begin() chose. The caller commits. `after`: as in publish()."""
@@ -131,25 +124,13 @@ class WriteSide:
         kept = self.pull()  # until the copy is done: the plan may read from there
         self.writes.write(plan, self.address(), self._writer.slot, after)
         del kept
-        if self._sums is not None and self.adopted is None:
-            self._sums.begin(plan.given)
         self.counts.bytes_copied += plan.nbytes
-
-    def add_sums(self, deadline: float) -> None:
-        """Write the checksums of what was written, which on a device has to be there first. Before commit().
-
-        They are under the same seqlock and gate as the weights. Raises WriterBusy at the deadline, DeviceFailed; then
-        nothing is published.
-        """
-        if self._sums is not None:
-            self.writes.wait_until_copied(deadline)
-            self._sums.write(self._writer.slot)
 
     def commit(self) -> int:
         """Publish what was written; the new version. On a device: when it is written."""
         version = self.writes.commit()
         if self.writes.at_once:
-            self._published()
+            self._dirty.written()
         return version
 
     def watch_hand_out(self, weights: TensorDict) -> None:
@@ -268,8 +249,6 @@ class WriteSide:
         self.counts.aborted += 1
         self.writes.take_back()
         began = self._writer.marked_at if self._writer.writing else 0
-        if self._sums is not None:
-            self._sums.undone()
         if self.arena.slots == 1 and self.writer.writing and self.touched:
             self.writer.poison()
         else:

@@ -106,19 +106,6 @@ def test_many_killed_workers_leave_whole_lines(file):
         assert pub.publish(engine.stamped(2)) == 2
 
 
-def test_a_verify_that_finds_the_gate_closed_shows_no_section(file):
-    pytest.importorskip("xxhash", reason="checksums need xxhash, which shmsync[verify] brings")
-    with (
-        shmsync.Publisher({"t": torch.zeros(8)}, checksum=True) as pub,
-        shmsync.Subscriber(pub.handle, timeout=0.05) as sub,
-        pub.trace(file),
-    ):
-        with sub.read():
-            pass
-        with pub.update(), pytest.raises(shmsync.WriterBusy):
-            sub.verify()
-        assert versions(file, "section") == [1]
-        assert sub.verify().version == 2
 
 
 def test_a_wait_at_the_gate_ends_where_its_section_begins(file):
@@ -149,39 +136,3 @@ def test_a_publish_that_fails_is_seen(file):
         assert versions(file, "failed publish") == [2]
         pub.publish()
         assert versions(file, "publish") == [2]
-
-
-def test_verify_and_trace_are_asked_for_side_by_side(start, file):
-    pytest.importorskip("xxhash", reason="checksums need xxhash, which shmsync[verify] brings")
-    with shmsync.Publisher(engine.stamped(1), checksum=True, timeout=20.0) as pub:
-        reader = start()
-        reader.call(engine.attach, pub.handle, worker=0)
-
-        def verified():
-            asking = Call(pub.verify)
-            while asking.is_alive():
-                reader.call(engine.look)
-            return asking.result().workers
-
-        for count in range(1, 4):
-            with pub.trace(file):
-                assert verified() == (0,)
-                assert len(of(file, "process_name", reader.pid)) == count
-            assert verified() == (0,)
-            seen = file.read_bytes()
-            assert verified() == (0,)
-            assert file.read_bytes() == seen
-
-
-def test_refresh_says_that_it_moved_though_it_was_asked_something():
-    pytest.importorskip("xxhash", reason="checksums need xxhash, which shmsync[verify] brings")
-    with (
-        shmsync.Publisher(engine.stamped(1), checksum=True, timeout=20.0) as pub,
-        shmsync.Subscriber(pub.handle, worker=0) as sub,
-    ):
-        asking = Call(pub.verify)
-        while not sub._reader.question:
-            time.sleep(0.001)
-        pub.publish(engine.stamped(2))
-        assert sub.refresh() is True and sub.version == 2
-        assert asking.result().workers == (0,)

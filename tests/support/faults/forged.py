@@ -17,7 +17,7 @@ FIELDS = (
     "slot_bytes", "slab_kind", "slab_fd", "slab_inode", "manifest_offset", "manifest_bytes", "fingerprint", "crc",
     "ready", "slab_handle", "pad",
 )  # fmt: skip
-CURRENT, STATE, NOTIFY, WAITING, ASKED = 256, 264, 268, 272, 276
+CURRENT, STATE, NOTIFY, WAITING = 256, 264, 268, 272
 
 
 def packed(fields):

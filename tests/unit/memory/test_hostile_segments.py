@@ -9,7 +9,7 @@ import shmsync
 from shmsync import _native, cli
 from shmsync.memory import inspection as observed
 from shmsync.memory.manifest import Manifest, fingerprint
-from support.faults.forged import ASKED, CURRENT, forge, forge_manifest, identity, packed, segment_path, word64, write
+from support.faults.forged import CURRENT, forge, forge_manifest, identity, packed, segment_path, word64, write
 
 PAGE = 65536
 
@@ -122,9 +122,6 @@ NO_MANIFESTS = {
     "leaves that overlap": document(leaf(shape=[128]), leaf(key=("u",), offset=256)),
     "leaves as an object": b'{"leaves":{"t":1},"filtered":false}',
     "filtered as text": document(leaf(), filtered="no"),
-    "checksums as text": document(leaf(), sums="512"),
-    "checksums below nothing": document(leaf(), sums=-256),
-    "checksums as a truth value": document(sums=False),
 }
 
 
@@ -148,23 +145,11 @@ def test_a_forged_manifest_is_refused_by_everybody(pub, capsys, what):
 
 
 def test_what_publishers_write_is_a_manifest(publisher):
-    """Tied, empty, without dimensions, nested, permuted, cast, with checksums."""
+    """Tied, empty, without dimensions, nested, permuted, cast."""
     tied = torch.ones(3)
     weights = {"a.b": tied, "a.c": tied, "none": torch.empty(0, 4), "one": torch.tensor(1.0), "t": torch.ones(2).half()}
     weights |= {"turned": torch.ones(2, 3).t(), "last": torch.ones(2, 3, 1, 1).to(memory_format=torch.channels_last)}
-    for checksum in (False, True):
-        pub = publisher(weights, checksum=checksum, dtype={"t": torch.float32})
-        text = observed.manifest_of(pub.name).to_json()
-        assert Manifest.from_json(text, 2 << 20).to_json() == text
-        assert fingerprint(text) == identity(segment_path(pub.name))["fingerprint"]
-        pub.close()
-
-
-def test_a_question_that_nobody_asked_changes_no_section(pub, subscriber):
-    """The publisher of an arena without checksums does not ask what its readers hold."""
-    sub = subscriber(pub)
-    write(pub.name, ASKED, b"\xff" * 4)
-    assert sub.snapshot().weights["t"][5] == 5
-    assert sub.refresh() is False
-    with sub.read() as section:
-        assert section.weights["t"][5] == 5
+    pub = publisher(weights, dtype={"t": torch.float32})
+    text = observed.manifest_of(pub.name).to_json()
+    assert Manifest.from_json(text, 2 << 20).to_json() == text
+    assert fingerprint(text) == identity(segment_path(pub.name))["fingerprint"]

@@ -99,14 +99,13 @@ def assert_shows(found, weights, like=None):
 def test_any_layout_is_kept_whatever_is_published(both, seed, slots):
     rng = random.Random(seed)
     first = drawn(rng)
-    pub, sub = both(first, slots=slots, checksum=True)
+    pub, sub = both(first, slots=slots)
     assert_shows(sub.weights, first, first)
     for _ in range(2):  # a plan is made, and found again
         for source in (alike(first), changed(rng, first)):
             pub.publish(source)
             with sub.read():
                 assert_shows(sub.weights, source, first)
-                sub.verify()
     now = {**source}
     part = {key: tensor for key, tensor in changed(rng, first).items() if rng.random() < 0.5}
     if part:
@@ -121,7 +120,6 @@ def test_any_layout_is_kept_whatever_is_published(both, seed, slots):
             weights[key].copy_(tensor)
     with sub.read():
         assert_shows(sub.weights, new, first)
-        sub.verify()
     assert_shows(sub.snapshot().weights, new, first)
 
 
