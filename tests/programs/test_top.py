@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import signal
 import subprocess
@@ -22,22 +21,14 @@ from support.jobs.engine import (
     refresh,
 )
 from support.processes import state, until
-from support.programs import terminal as terminals
 from support.programs.terminal import Terminal
 
 pytest.importorskip("rich", reason="top draws with shmsync[top]")
 
 
-@pytest.fixture
-def terminal_of(server):
-    """terminal_of("top", ...) -> the command on a separate terminal."""
-    return functools.partial(Terminal, server)
-
-
-@pytest.fixture
-def run(server, tmp_path):
-    """run("top", ...) -> status, stdout and stderr of the command without a terminal."""
-    return functools.partial(terminals.run, server, tmp_path)
+def run(*arguments):
+    """The command without a terminal."""
+    return subprocess.run([sys.executable, "-m", "shmsync", *arguments], capture_output=True, text=True, cwd="/")
 
 
 @pytest.fixture
@@ -52,12 +43,12 @@ def policy(start, name):
 
 
 @pytest.mark.parametrize(("columns", "lines"), [(36, 14), (120, 40)])
-def test_it_draws_what_there_is_room_for(policy, name, columns, lines, terminal_of):
+def test_it_draws_what_there_is_room_for(policy, name, columns, lines):
     trainer, slow, quick = policy
     slow.call(enter)
     quick.start(read_for_ever)
     trainer.start(publish_for_ever)
-    with terminal_of("top", name, "--interval", "0.1", columns=columns, lines=lines) as terminal:
+    with Terminal("top", name, "--interval", "0.1", columns=columns, lines=lines) as terminal:
         late = f"worker 0 (pid {slow.pid}) is furthest behind"
         frame = terminal.until(lambda text: late in " ".join(text.split()) and re.search(r"[▁-█]{3}", text))
         assert len(frame) <= lines
@@ -69,7 +60,7 @@ def test_it_draws_what_there_is_room_for(policy, name, columns, lines, terminal_
         assert terminal.restored()
 
 
-def test_who_blocks_the_publisher_stands_in_front(start, name, terminal_of, run):
+def test_who_blocks_the_publisher_stands_in_front(start, name):
     trainer, holder, other = start(3)
     handle = trainer.call(open_arena, 1, name=name, timeout=3600.0)
     other.call(attach, handle, worker=0)
@@ -77,24 +68,22 @@ def test_who_blocks_the_publisher_stands_in_front(start, name, terminal_of, run)
     holder.call(enter)
     trainer.start(begin_update, 2)  # it waits for the section
     until(lambda: state(trainer.pid) == "S")
-    with terminal_of("top", name, "--sort", "worker", "--interval", "0.05", columns=60, lines=14) as terminal:
+    with Terminal("top", name, "--sort", "worker", "--interval", "0.05", columns=60, lines=14) as terminal:
         frame = terminal.until(lambda text: f"worker 7 (pid {holder.pid}) blocks the publisher" in text)
         rows = [line for line in frame if re.match(r"[> ] +[07] ", line)]
         assert rows[0].startswith(">") and rows[0].split()[1] == "7"
         holder.stop()
         stopped = f"worker 7 (pid {holder.pid}, stopped)"
         terminal.until(lambda text: f"{stopped} blocks the publisher: " in " ".join(text.split()))
-    status, text, _ = run("top", name, "--count", "1")
-    assert status == 0
-    assert f"blocked by {stopped} for " in text
+    assert f"blocked by {stopped} for " in run("top", name, "--count", "1").stdout
 
 
 @pytest.mark.parametrize(("how", "status"), [("\x03", 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
-def test_the_terminal_is_as_it_was(policy, name, how, status, terminal_of):
-    with terminal_of("top", name, "--interval", "0.05") as terminal:
+def test_the_terminal_is_as_it_was(policy, name, how, status):
+    with Terminal("top", name, "--interval", "0.05") as terminal:
         terminal.until(lambda text: "version 1" in text)
         assert not terminal.restored()
-        terminal.signal(how) if isinstance(how, int) else terminal.press(how)
+        terminal.process.send_signal(how) if isinstance(how, int) else terminal.press(how)
         assert terminal.ended() == status
         assert terminal.restored()
         assert "Traceback" not in terminal.text
@@ -113,8 +102,8 @@ def test_a_pipe_is_told_of_the_end(policy, name):
         assert process.wait() == 0
 
 
-def test_mistakes_are_said_before_anything_is_drawn(name, run):
-    status, _, said = run("top", name)
-    assert status == 1 and f"there is no arena '{name}'" in said
-    status, _, said = run("top", "--interval", "0")
-    assert status == 2 and "between 0.05 and 3600" in said
+def test_mistakes_are_said_before_anything_is_drawn(name):
+    done = run("top", name)
+    assert done.returncode == 1 and f"there is no arena '{name}'" in done.stderr
+    done = run("top", "--interval", "0")
+    assert done.returncode == 2 and "between 0.05 and 3600" in done.stderr

@@ -58,8 +58,7 @@ def test_functions_that_no_worker_can_import_are_refused_before_a_process_is_sta
         pass
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-@pytest.mark.parametrize("kind", ["Queue", "SimpleQueue", "Event", "Lock"])
+@pytest.mark.parametrize(("kind", "method"), [("Queue", "forkserver"), ("Event", "spawn")])
 def test_what_forked_processes_alone_can_use_is_refused_with_the_cure(pub, kind, method):
     forked = getattr(multiprocessing.get_context("fork"), kind)()
     said = rf"get_context\('{method}'\)\.Queue\(\), or pass start_method='fork'"
