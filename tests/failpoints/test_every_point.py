@@ -12,7 +12,7 @@ from support.faults.failpoints import native_points, points
 
 
 def test_every_point_is_walked(request):
-    """By a case that runs: one that the choice leaves out, or that may skip itself, shows nothing."""
+    """By a case that runs: one that is left out, or that may skip itself, shows nothing."""
     here = [item for item in request.session.items if item.path.parent == Path(__file__).parent]
     if request.config.option.keyword or {item.path for item in here} != set(Path(__file__).parent.glob("test_*.py")):
         pytest.skip("only a part of tests/failpoints was asked for")

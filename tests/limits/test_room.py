@@ -1,9 +1,7 @@
-"""Little room: a small or full /dev/shm, little address space, a small cgroup."""
+"""Little room: a small or full /dev/shm, little address space."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -105,51 +103,3 @@ with shmsync.Publisher(weights, slots=4) as pub:
 
 def test_little_address_space(start, tmp_path):
     start().call(run_with_stderr, COMMON + LITTLE_ADDRESS_SPACE, None, tmp_path / "stderr")
-
-
-def groups():
-    """Where a cgroup may be made, and the file of its limit: of version 1; of version 2, in that of this process."""
-    yield Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        if line.startswith("0::"):
-            yield Path("/sys/fs/cgroup", line[3:].lstrip("/")), "memory.max"
-
-
-@pytest.fixture
-def small_group():
-    """A cgroup with 900 MiB of memory."""
-    errors = []
-    for parent, limit in groups():
-        group = parent / f"shmsync-test-{os.getpid()}"
-        try:
-            group.mkdir()
-        except OSError as error:
-            errors.append(str(error))
-            continue
-        try:
-            with open(group / limit, "r+") as file:  # which makes none: it is not there if the parent gives no memory
-                file.write(str(900 << 20))
-        except OSError as error:
-            errors.append(str(error))
-        else:
-            yield group
-            return
-        finally:
-            group.rmdir()
-    pytest.skip(f"no cgroup of memory can be made here: {'; '.join(errors)}")
-
-
-LITTLE_MEMORY = """
-refused(lambda: shmsync.Publisher({"t": torch.empty(50_000_000)}, slots=8), shmsync.NoSpace)
-life(1000)
-"""
-
-
-def test_a_cgroup_with_little_memory(small_group, start, tmp_path):
-    """What does not fit is refused before a process is killed for it."""
-    worker = start()
-    try:
-        (small_group / "cgroup.procs").write_text(str(worker.pid))
-    except OSError as error:
-        pytest.skip(f"this system does not allow it: {error}")
-    worker.call(run_with_stderr, COMMON + LITTLE_MEMORY, None, tmp_path / "stderr")

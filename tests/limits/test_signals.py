@@ -6,8 +6,9 @@ from support.jobs.engine import attach, open_arena
 from support.jobs.signals import LAST, publish_all, read_all
 
 
-@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
-@pytest.mark.parametrize(("slots", "how"), [(1, "in place"), (1, "copied"), (2, "copied")])
+@pytest.mark.parametrize(
+    ("slots", "how", "consistency"), [(1, "in place", "pinned"), (1, "copied", "optimistic"), (2, "copied", "pinned")]
+)
 def test_a_storm_of_signals_tears_and_loses_nothing(start, slots, how, consistency):
     trainer, *workers = start(3)
     handle = trainer.call(open_arena, slots=slots)

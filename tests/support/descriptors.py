@@ -70,7 +70,3 @@ def attach_and_detach(state, handle):
     found = look(state)
     detach(state)
     return found
-
-
-def states(state):
-    return [reader.state.value for reader in state.pub.readers()]

@@ -153,17 +153,6 @@ def states(value, prefix=""):
     return {f"{prefix}{name}": torch.full_like(t, value) for name, t in filled(0).state_dict().items()}
 
 
-class PlainSgd:
-    """An optimizer of another library, which is none of torch's."""
-
-    def __init__(self, parameters):
-        self.parameters = list(parameters)
-
-    def step(self):
-        for parameter in self.parameters:
-            parameter.data += 1.0
-
-
 def expect_ones(tensors):
     """Check tensors that came from another process, and that they can be written."""
     assert all(each.eq(1).all() for each in tensors)

@@ -2,19 +2,15 @@
 
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 
 import shmsync
 from shmsync import _native, cli
-from shmsync.engine.arena_writer import ArenaWriter
-from shmsync.memory.control import header, leftovers, segment
-from shmsync.schemes.remote.relay import Relay, RelayOptions
+from shmsync.memory.control import leftovers
 from support.calls import in_forked_child
-from support.jobs.engine import create_and_stall, open_arena, read
-from support.processes import segment_path, segments, until
+from support.jobs.engine import create_and_stall, read
+from support.processes import segment_path, until
 from support.weights import stamped
 
 MAGIC, ABI, OWNER, BOOT_ID, NAMESPACE = 0, 8, 40, 48, 64  # where they stand in a segment
@@ -51,45 +47,6 @@ def test_every_leftover_has_its_turn(dead, name):
     finally:
         for copy in copies:
             copy.unlink(missing_ok=True)
-
-
-SMALL = """
-mount -t tmpfs -o size=1m none /dev/shm || exit 77
-exec "$@"
-"""
-
-CRASH_LOOP = """
-import os, sys
-import torch
-from shmsync import Publisher
-from shmsync.memory.control import leftovers
-for moment in (0.002, -1.0):
-    leftovers._MOMENT = moment
-    for _ in range(20):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                pub = Publisher({"t": torch.ones(4)})
-            except BaseException as error:
-                print(repr(error), flush=True)
-                os._exit(1)
-            os.kill(os.getpid(), 9)
-        _, status = os.waitpid(pid, 0)
-        if os.waitstatus_to_exitcode(status) != -9:
-            sys.exit("a publisher of the loop was refused")
-print("done", len(os.listdir("/dev/shm")))
-"""
-
-
-@pytest.mark.full  # seconds of crashes; the tests around it sweep what one leaves
-def test_a_crash_loop_in_a_small_dev_shm():
-    """There is room for eight. Without a moment for it, everything is swept once there is no room left."""
-    command = ["unshare", "-Urm", "sh", "-c", SMALL, "sh", sys.executable, "-c", CRASH_LOOP]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 77 or done.stderr.startswith("unshare"):
-        pytest.skip(f"this system does not allow namespaces or mounts: {done.stderr.strip()}")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("done")
 
 
 def swept(path, name):
@@ -154,33 +111,3 @@ def test_the_arena_of_a_parent_is_left_alone():
     with shmsync.Publisher(stamped(1)) as pub:
         assert in_forked_child(lambda: leftovers.sweep_some(float("inf"))) == (0, None)
         assert segment_path(pub.name).exists()
-
-
-def test_a_relay_removes_what_the_one_before_it_left(start):
-    """Its own arenas have random names, so no other process takes them. It has made none yet."""
-    earlier = start()
-    earlier.call(open_arena)
-    earlier.kill()
-    assert segments(earlier.pid)
-    Relay(RelayOptions(1, 5.0)).close()
-    assert not segments(earlier.pid)
-
-
-def test_a_creator_that_fails_has_its_lock_until_its_name_is_gone(name, monkeypatch):
-    """Else another creator might take the name between the look at it and its removal."""
-
-    def fail(*_, **__):
-        raise RuntimeError("the first publish fails")
-
-    def withdraw(*arguments):
-        with header.opened(name) as fd:
-            locked.append(header.locked(fd))
-        return usual(*arguments)
-
-    locked, usual = [], segment.withdraw
-    monkeypatch.setattr(ArenaWriter, "publish", fail)
-    monkeypatch.setattr(segment, "withdraw", withdraw)
-    with pytest.raises(RuntimeError, match="the first publish fails"):
-        shmsync.Publisher(stamped(1), name=name)
-    assert locked == [True]
-    assert not segment_path(name).exists()

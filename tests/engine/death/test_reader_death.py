@@ -5,9 +5,8 @@ from math import inf as for_ever
 import pytest
 
 import shmsync
-from shmsync.engine.write.acks import wait_for_acks
 from support.calls import Call
-from support.jobs.engine import apply_until, attach, detach, enter, look, read
+from support.jobs.engine import apply_until, attach, detach, enter, read
 from support.processes import until
 from support.weights import stamped
 
@@ -125,20 +124,6 @@ def test_named_worker_may_attach_after_the_publish(start):
         until(lambda: pub.version == 2)
         assert late.call(attach, pub.handle, worker=4) == 2
         assert call.result() == 2
-
-
-def test_named_worker_that_acked_and_left_at_once_has_applied(attached):
-    """However late the publisher looks."""
-    with shmsync.Publisher(stamped(1), timeout=for_ever) as pub:
-        worker = attached(pub, worker=4)
-        worker.call(detach)
-        worker.call(attach, pub.handle, worker=4)
-        version = pub.publish(stamped(2))
-        assert worker.call(look) == (2, 2, 2)
-        worker.call(detach)
-        side = pub._writer.side
-        side.wait_until_published(for_ever)
-        wait_for_acks(side.pin_wait, version, [4], for_ever, side.close_request.pending)
 
 
 @pytest.mark.parametrize("wait", ["all", [4]], ids=str)

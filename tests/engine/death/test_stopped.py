@@ -2,17 +2,16 @@
 
 import math
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import pytest
 
 import shmsync
 from shmsync import cli
 from shmsync.memory.control import leftovers
+from support.calls import Call
 from support.jobs.engine import attach, enter, leave, look, publish, read
-from support.processes import segment_path
-from support.weights import stamp, stamped
+from support.processes import segment_path, until_waits
+from support.weights import stamped
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -88,42 +87,24 @@ def test_a_stopped_reader_is_told_from_a_busy_one(start):
         stopped.resume()
 
 
-def update(held):
-    with held.update(timeout=60) as weights:
-        stamp(weights, 2)
-
-
-WAYS = {  # to write version 2
-    "publish": lambda held: held.publish(stamped(2), timeout=60),
-    "update": update,
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_stopped_reader_keeps_no_other_reader_out(start, way):
+def test_a_stopped_reader_keeps_no_other_reader_out(start):
+    """While a stopped process holds the only slot, the gate stays open."""
     reader = start()
     with (
-        shmsync.Publisher(stamped(1)) as held,
-        ThreadPoolExecutor() as pool,
-        ExitStack() as subscribers,
+        shmsync.Publisher(stamped(1)) as pub,
+        shmsync.Subscriber(pub.handle, timeout=0.4) as pinned,
+        shmsync.Subscriber(pub.handle, timeout=0.4, consistency="optimistic") as optimistic,
     ):
-        others = {
-            subscribers.enter_context(shmsync.Subscriber(held.handle, timeout=0.4, consistency=consistency))
-            for consistency in ("pinned", "optimistic")
-        }
-        reader.call(attach, held.handle, worker=3)
+        reader.call(attach, pub.handle, worker=3)
         reader.call(enter)
         reader.stop()
-        writing = pool.submit(WAYS[way], held)
-        while not held._writer.side.close_request.waiting_thread and not writing.done():
-            time.sleep(0.001)
-        until = time.monotonic() + 1
-        while time.monotonic() < until:
-            for other in others:
-                assert read(other) == (1, 1, 1)
-        assert not writing.done()
+        writing = Call(pub.publish, stamped(2), timeout=60)
+        until_waits(writing, "begin")
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            assert read(pinned) == read(optimistic) == (1, 1, 1)
+        assert writing.is_alive()
         reader.resume()
         assert reader.call(leave) is False
-        writing.result()
-        for other in others:
-            assert read(other) == (2, 2, 2)
+        assert writing.result() == 2
+        assert read(pinned) == read(optimistic) == (2, 2, 2)

@@ -7,7 +7,7 @@ import torch
 
 import shmsync
 from shmsync.engine.copy.grouped_copies import LARGE
-from support.devices.on_simulated import held_up, stream_of, value
+from support.devices.on_simulated import value
 
 SLOTS = [1, 2]
 
@@ -61,28 +61,6 @@ def test_memory_that_another_stream_uses_again_is_copied_before(arena, device, s
     assert order == "event" or reused > 0
 
 
-def test_weights_behind_an_event_are_kept_though_their_tensor_is_given_other_memory(arena, device):
-    pub, sub = arena({"t": torch.ones(1000)}, 2)
-    gathering = device.stream()
-    with held_up(stream_of(pub)) as gate:
-        with device.on(gathering):
-            there = torch.full((1000,), 2.0, device="simulated:0")
-            after = gathering.record()
-        trainers = device.stream()
-        slow = device.gate(trainers)
-        with device.on(trainers):
-            pub.publish({"t": there}, after=after)
-        with device.on(gathering):
-            there.data = torch.empty(0, device="simulated:0")
-            again = torch.full((1000,), -1.0, device="simulated:0")
-        gathering.record().done.wait()
-        slow.set()
-        gate.set()
-    sub.wait_version(2)
-    assert value(sub) == (2, 2.0)
-    assert again[0].item() == -1.0
-
-
 @pytest.mark.parametrize("end", ["commit", "give up"])
 def test_an_update_may_end_on_another_stream_than_it_began(arena, device, end):
     """What is carried into the slot belongs to the first one, and the version, or the next one, comes behind it."""
@@ -112,20 +90,6 @@ def test_an_update_may_end_on_another_stream_than_it_began(arena, device, end):
     with sub.read() as section:
         assert set(section.weights["t"].tolist()) == {9.0}
         assert set(section.weights["u"].tolist()) == {3.0}
-
-
-@pytest.mark.parametrize("slots", SLOTS)
-def test_lazily_conjugated_and_negated_weights_come_as_they_look(arena, device, slots):
-    made = torch.tensor([1 + 2j, 3 - 4j])
-    pub, sub = arena({"c": made, "n": torch.zeros(2)}, slots)
-    for place in ("cpu", "simulated:0"):
-        conjugated, negated = made.to(place).conj(), made.to(place).conj().imag
-        assert conjugated.is_conj()
-        assert negated.is_neg()
-        pub.publish({"c": conjugated, "n": negated}, wait=[])
-        with sub.read() as section:
-            assert section.weights["c"].tolist() == made.conj().tolist()
-            assert section.weights["n"].tolist() == [-2.0, 4.0]
 
 
 def there(*shape, dtype=None):

@@ -13,7 +13,6 @@ import shmsync
 from support.devices.on_simulated import held_up
 from support.devices.simulated import Simulated, installed
 from support.jobs.engine import bind_copies
-from support.processes import until
 
 PLACES = ["cpu", "simulated:0", "simulated:1"]  # of the arena; the module lies on the second
 NEAR = PLACES[:2]  # a copy between two devices holds up the streams of both, and so the next publish
@@ -66,7 +65,7 @@ def found_in_the_end(device, sub, net, *streams):
 
 
 @pytest.mark.parametrize("enter", ["read", "refresh"])
-@pytest.mark.parametrize("arena", PLACES)
+@pytest.mark.parametrize("arena", NEAR)
 def test_a_new_version_is_entered_while_the_device_is_still_busy(device, arena, enter):
     """A wait for the device would end here only if it reached its deadline: the gate opens after the section."""
     with bound(device, arena) as (source, pub, sub, net):
@@ -120,30 +119,6 @@ def test_a_later_version_is_copied_after_an_earlier_one(device, arena):
         assert found_in_the_end(device, sub, net, first, second) == [{2.0}]
 
 
-@pytest.mark.parametrize("arena", NEAR)
-def test_a_renewing_that_was_interrupted_is_over_before_the_next(device, arena, monkeypatch):
-    with bound(device, arena) as (source, pub, sub, net):
-        first, second = device.stream(), device.stream()
-        publish(source, pub, 1)
-        follow = device.follow
-        with held_up(first):
-            with device.on(first), monkeypatch.context() as patch:
-
-                def follow_until_copied(later, other):
-                    if other is first and later is not first:
-                        patch.undo()
-                        raise KeyboardInterrupt
-                    return follow(later, other)
-
-                patch.setattr(device, "follow", follow_until_copied)
-                with pytest.raises(KeyboardInterrupt):
-                    sub.refresh()
-            publish(source, pub, 2)
-            with device.on(second):
-                sub.refresh()
-        assert found_in_the_end(device, sub, net, first, second) == [{2.0}]
-
-
 def test_copies_stay_in_order_when_the_publisher_is_started_again(device, name):
     """What the last sections over the old arena still read is not overwritten with the new one's weights."""
     source, net, seen = {"b": torch.ones(4096)}, OneBuffer().to(device.torch_device), []
@@ -168,7 +143,7 @@ def test_copies_stay_in_order_when_the_publisher_is_started_again(device, name):
     assert seen == [{1.0}, {2.0}]
 
 
-@pytest.mark.parametrize("arena", PLACES)
+@pytest.mark.parametrize("arena", NEAR)
 def test_no_version_is_copied_in_a_capture(device, arena):
     """The copy would become part of the graph, and be made at each replay from a slot that has other weights then."""
     with bound(device, arena, slots=1) as (source, pub, sub, net):
@@ -186,62 +161,6 @@ def test_no_version_is_copied_in_a_capture(device, arena):
             assert section.version == version
             look_at(device, net, device.current(), seen)
         assert seen == [{1.0}]
-
-
-def test_a_capture_begins_after_the_copies_are_renewed(device):
-    """What is captured cannot wait for another stream, so the thread does."""
-    with bound(device, "cpu") as (source, pub, sub, net):
-        first, captured = device.stream(), device.stream()
-        publish(source, pub, 1)
-        with device.on(first):
-            sub.refresh()
-        device.captured.append(captured)
-        followed = []
-        follow = device.follow
-        device.follow = lambda later, other: followed.append(later) or follow(later, other)
-        with device.on(captured), sub.read():
-            assert set(torch.ops.simulated.on_host(net.b.data).tolist()) == {1.0}
-        assert captured not in followed
-
-
-def test_nothing_is_asked_of_the_device_once_the_copies_are_new(device):
-    with bound(device, "simulated:0") as (source, pub, sub, _):
-        publish(source, pub, 1)
-        with sub.read():
-            pass
-        until(lambda: device.idle)
-        with sub.read():
-            pass
-        asked = []
-        device.wait = lambda *arguments: asked.append(arguments)
-        with sub.read():
-            pass
-        del device.wait
-        assert asked == []
-
-
-@pytest.mark.parametrize("when", ["entered", "left"])
-def test_a_signal_handler_cannot_take_the_pin_of_a_section(device, when, monkeypatch):
-    """It may run between any two lines of what a section asks the device for; then it may not open one of its own."""
-    with bound(device, "simulated:0") as (source, pub, sub, _):
-        refused, streams = [], sub._reader.streams
-        publish(source, pub, 1)
-        asked = "use_copies" if when == "entered" else "end"
-        before = getattr(streams, asked)
-
-        def interrupted(*arguments):
-            try:
-                with sub.read():
-                    pass
-            except shmsync.ProtocolError as error:
-                refused.append(str(error))
-            return before(*arguments)
-
-        monkeypatch.setattr(streams, asked, interrupted)
-        with sub.read() as section:
-            assert pub.readers()[0].pinned == section.version
-        assert len(refused) == 1
-        assert "entered or left" in refused[0]
 
 
 def test_a_section_holds_its_slot_until_its_copies_are_made(device):

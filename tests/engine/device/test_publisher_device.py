@@ -41,7 +41,7 @@ def lies(pub):
     return pub._writer.arena.place
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["cpu", "simulated:0"])
 def test_without_a_name_the_arena_lies_in_the_hosts_memory(two, place):
     with shmsync.Publisher({"a": made(place, two, 1), "b": made("cpu", two, 1)}) as pub:
         assert lies(pub) == "cpu"
@@ -72,16 +72,12 @@ def test_weights_in_several_places_have_no_same_one(two):
         assert lies(pub) == "simulated:1"
 
 
-@pytest.mark.parametrize("device", ["mps", "xpu:0", torch.device("mps", 0)], ids=str)
-def test_a_device_where_no_arena_can_lie_is_refused(device):
-    with pytest.raises(ValueError, match=r"cannot lie on .*device='cpu'"):
-        shmsync.Publisher({"a": torch.ones(2)}, device=device)
-
-
 @pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("source", PLACES)
+@pytest.mark.parametrize(
+    ("source", "mixed", "dtype"),
+    [("cpu", False, torch.bfloat16), ("simulated:0", True, None), ("simulated:0", False, torch.bfloat16),
+     ("simulated:1", False, None)],
+)  # fmt: skip
 @pytest.mark.parametrize("place", PLACES)
 def test_weights_come_from_anywhere_in_the_order_in_which_they_are_made(two, place, source, mixed, dtype, slots):
     there, whole, host = two[source], made(source, two, 1, (24, 20)), torch.full(SIZE, 1.0)
@@ -114,17 +110,6 @@ def test_weights_come_from_anywhere_in_the_order_in_which_they_are_made(two, pla
                 assert seen(sub) == {key: {float(version)} for key in weights}
             if dtype is not None and place == source != "cpu":
                 assert there.casts > 0
-
-
-def test_one_copy_for_each_device_whatever_the_number_of_readers(two):
-    first = two["simulated:0"]
-    with shmsync.Publisher({"a": torch.ones(5), "b": torch.ones(7)}, device=first.name) as pub:
-        subs = [shmsync.Subscriber(pub.handle) for _ in range(3)]
-        before = first.copies
-        pub.publish(wait=[])
-        assert first.copies == before + 1  # both leaves, from staging memory
-        for sub in subs:
-            sub.close()
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -161,16 +146,6 @@ def test_after_orders_what_comes_from_a_device_into_host_memory(two):
             pub.publish({"t": torch.ones(SIZE)}, after=gathering)
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_weights_of_the_arena_itself_are_refused_on_a_device(two, slots):
-    with shmsync.Publisher({"a": torch.ones(2, 4), "b": torch.ones(2, 4)}, device="simulated:0", slots=slots) as pub:
-        pub.publish(wait=[])
-        with pytest.raises(shmsync.ManifestMismatch, match="lies inside arena"):
-            pub.publish({"a": pub.weights["b"]})
-        if slots == 1:
-            assert pub.publish({"a": pub.weights["a"], "b": torch.zeros(2, 4)}, wait=[]) == 3
-
-
 @pytest.mark.parametrize("place", PLACES)
 def test_a_snapshot_is_of_one_version(two, place):
     source = {"a": torch.full(SIZE, 1.0)}
@@ -190,13 +165,6 @@ def test_a_snapshot_is_of_one_version(two, place):
                 assert each is None or each.wait(each.current(), 10.0)
             assert taken.version == version
             assert set(taken.weights["a"].flatten().tolist()) == {float(version)}
-
-
-def test_a_tensor_of_another_device_is_no_tensor_of_the_host(two):
-    assert devices.holding(torch.ones(2)) is None
-    assert devices.holding(made("simulated:1", two, 1)) is two["simulated:1"]
-    assert devices.named("simulated:1") is two["simulated:1"]
-    assert devices.named("cpu") is devices.named(torch.device("cpu")) is None
 
 
 def test_memory_of_a_device_is_given_back_when_an_arena_cannot_be_made(two, name):
@@ -219,9 +187,8 @@ def test_a_module_is_adopted_on_a_device(two):
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["current stream", "release_after"])
-@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("arena", PLACES)
+@pytest.mark.parametrize(("slots", "consistency"), [(1, "pinned"), (1, "optimistic"), (2, "pinned")])
+@pytest.mark.parametrize("arena", ["cpu", "simulated:0"])
 def test_a_private_copy_is_not_overwritten_before_the_kernels_that_read_it_are_done(
     two, arena, slots, consistency, named
 ):

@@ -1,15 +1,13 @@
 """Weights change by a send only, and a worker cannot damage them."""
 
 import math
-import os
 import signal
 
 import pytest
 import torch
 
 import shmsync
-from support.faults.damage import break_in, fill_weights, unprotect, write_bound_parameter
-from support.jobs.engine import attach, bind, detach, look, read_digest, refresh, wait_version
+from support.jobs.engine import attach, detach, fill_weights, look, read_digest, refresh, unprotect, wait_version
 from support.weights import Net, bytes_of, stamp, stamped
 from support.worker import Gone
 
@@ -111,42 +109,16 @@ def test_adopted_parameters_show_up_under_update_only(pair):
 
 
 @pytest.mark.host_memory(reason="a device's memory cannot be mapped read-only")
-@pytest.mark.parametrize("damage", [fill_weights, write_bound_parameter])
-def test_worker_that_writes_into_its_weights_dies(attached, pair, damage):
-    net = Net(0) if damage is write_bound_parameter else stamped(1)
-    with shmsync.Publisher(net, timeout=math.inf) as pub:
+def test_worker_that_writes_into_its_weights_dies(attached, pair):
+    with shmsync.Publisher(stamped(1), timeout=math.inf) as pub:
         vandal = attached(pub)
-        if damage is write_bound_parameter:
-            vandal.call(bind, Net, 1)
         for worker in pair:
             worker.call(attach, pub.handle)
         before = bytes_of(pub.weights)
+        assert vandal.call(unprotect) == (-1, "EACCES")
         with pytest.raises(Gone) as caught:
-            vandal.call(damage)
+            vandal.call(fill_weights, 666)
         assert caught.value.exitcode == -signal.SIGSEGV
         assert pair[0].call(read_digest) == pair[1].call(read_digest) == bytes_of(pub.weights) == before
-        # And it blocks no process.
-        pub.publish()
-        assert pair[0].call(refresh) is True
-        with pub.update():
-            pass
-
-
-@pytest.mark.host_memory(reason="a device's memory cannot be mapped read-only")
-def test_worker_cannot_make_its_weights_writable_or_shorter(pair):
-    vandal, other = pair
-    with shmsync.Publisher(stamped(1)) as pub:
-        vandal.call(attach, pub.handle)
-        other.call(attach, pub.handle)
-        before = other.call(read_digest)
-        assert vandal.call(unprotect) == (-1, "EACCES")
-        results = vandal.call(break_in, os.getpid())
-        opened = results.pop("open it writable", None)  # that much may be refused already
-        expected = {"map what it may read", "write through /proc/self/mem"}
-        if opened is None:
-            expected |= {"map it again", "write to it", "truncate it", "grow it", "punch a hole"}
-        assert set(results) == expected
-        assert "done" not in results.values(), results
-        assert other.call(read_digest) == vandal.call(read_digest) == bytes_of(pub.weights) == before
-        pub.publish(stamped(2))
-        assert other.call(look) == vandal.call(look) == (2, 2, 2)
+        assert pub.publish(stamped(2)) == 2  # and it blocks no process
+        assert pair[0].call(look) == (2, 2, 2)

@@ -94,18 +94,6 @@ def test_what_is_there_is_kept_without_force(tmp_path, export):
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
-def test_dtypes_come_back_as_they_were(tmp_path, export):
-    dtypes = [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
-    weights = {str(dtype): torch.ones(3, 2).to(dtype) for dtype in dtypes}
-    weights |= {"scalar": torch.tensor(2.0), "none": torch.empty(0, 4)}
-    with shmsync.Publisher(weights) as pub:
-        assert export(pub.name, tmp_path / "w")[0] == 0
-    found = safetensors.load_file(tmp_path / "w")
-    kinds = [{name: (each.dtype, each.shape) for name, each in tensors.items()} for tensors in (found, weights)]
-    assert kinds[0] == kinds[1]
-    assert found["scalar"] == 2
-
-
 def test_a_stopped_trainer_and_stopped_readers_are_no_hindrance(start, name, tmp_path, export):
     trainer, reader = start(2)
     reader.call(attach, trainer.call(open_arena, 4, name=name), worker=0)

@@ -57,10 +57,3 @@ def test_a_publisher_that_was_started_again(log, name):
         with shmsync.Publisher(stamped(5), name=name):
             until(lambda: sub.refresh())
             assert len(log("INFO", f"arena '{name}'", "started again")) == 1
-
-
-def test_nothing_is_said_of_what_is_as_usual(log):
-    with shmsync.Publisher(stamped(1)) as pub, shmsync.Subscriber(pub.handle) as sub:
-        pub.publish(stamped(2))
-        sub.wait_version(2)
-        assert not [message for level in ("WARNING", "INFO") for message in log(level, pub.name)]

@@ -1,24 +1,16 @@
 """shmsync.metrics: the figures of a publisher in Prometheus' text format, in one dict, and in the dashboard."""
 
-import json
 import os
 import re
-import socket
-import subprocess
-import sys
-import urllib.request
-from pathlib import Path
 
 import pytest
 
 import shmsync
 from shmsync import metrics
 from support.jobs.engine import attach, enter, refresh
-from support.processes import PATIENCE
 from support.weights import stamped
 
 prometheus_client = pytest.importorskip("prometheus_client", reason="needs shmsync[metrics]")
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -69,22 +61,6 @@ def test_every_figure_is_that_of_the_publisher(start, registry):
     assert scraped(registry) == {}
 
 
-def test_several_publishers_share_a_registry(registry):
-    with shmsync.Publisher(stamped(1)) as one, shmsync.Publisher(stamped(1)) as other:
-        first = metrics.prometheus(one, registry)
-        metrics.prometheus(other, registry)
-        with pytest.raises(shmsync.ProtocolError, match="in this registry already"):
-            metrics.prometheus(one, registry)
-        other.publish(stamped(2))
-        found = scraped(registry)
-        assert (of(found, "shmsync_version", arena=one.name), of(found, "shmsync_version", arena=other.name)) == (1, 2)
-        first.unregister()
-        first.unregister()
-        assert of(scraped(registry), "shmsync_version", arena=one.name) is None
-        metrics.prometheus(one, registry)
-        assert of(scraped(registry), "shmsync_version", arena=one.name) == 1
-
-
 def test_a_new_publisher_takes_the_place_of_a_closed_one(registry, name):
     for version in (1, 2):
         with shmsync.Publisher(stamped(1), name=name) as pub:
@@ -111,36 +87,6 @@ def test_one_dict_for_tensorboard_and_others(attached):
         assert all(re.fullmatch(r"[a-z][a-z0-9_.]*", each) for each in names)
     with pytest.raises(shmsync.ClosedError):
         metrics.values(pub)
-
-
-def test_the_dashboard_asks_for_figures_that_there_are(attached, registry):
-    with shmsync.Publisher(stamped(1)) as pub:
-        attached(pub, worker=0)
-        metrics.prometheus(pub, registry)
-        names = {name for name, _ in scraped(registry)}
-        labels = {label for _, pairs in scraped(registry) for label, _ in pairs}
-    panels = json.loads((ROOT / "docs" / "grafana.json").read_text())["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels) > 5
-    for target in (target for panel in panels for target in panel["targets"]):
-        assert set(re.findall(r"shmsync_\w+", target["expr"])) <= names
-        assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= labels
-
-
-@pytest.mark.full  # the tests above ask for the figures; this one starts a new trainer and two workers
-def test_the_example_serves_them():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    program = Path(shmsync.__file__).parent / "examples" / "serve_metrics.py"
-    command = [sys.executable, str(program), "--seconds", "3", "--port", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/") as process:
-        assert "serving at" in process.stdout.readline()
-        with urllib.request.urlopen(f"http://localhost:{port}/metrics", timeout=PATIENCE) as answer:
-            text = answer.read().decode()
-        rest = process.stdout.read()
-        assert process.wait() == 0
-    assert re.search(r'^shmsync_reader_lag\{arena="metrics-example",pid="\d+",worker="1"\} ', text, re.M)
-    assert re.search(r"^shmsync/version \d+", rest, re.M)
 
 
 def test_several_subscribers_of_one_process_are_one_series(registry):

@@ -10,8 +10,7 @@ from support.processes import until
 from support.weights import Scaled
 
 
-@pytest.mark.parametrize("before", [1, 2, 3])
-@pytest.mark.parametrize("after", [1, 2, 3])
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 1), (3, 2)])
 def test_a_bound_module_shows_every_slot_of_the_new_arena(name, before, after):
     def shown(module, sub):
         with torch.no_grad():

@@ -6,7 +6,7 @@ import pytest
 
 import shmsync
 from support.calls import Call
-from support.jobs.engine import enter, leave, look, read, wait_version
+from support.jobs.engine import read
 from support.weights import stamp, stamped, stamps
 
 
@@ -37,17 +37,6 @@ def test_waiting_for_a_version_inside_a_section_of_an_in_place_arena_is_refused(
             assert sub.wait_version(1) == 1
         pub.publish(stamped(2))
         assert sub.wait_version(2) == 2
-
-
-def test_waiting_for_a_version_inside_a_section_works_with_more_slots(attached):
-    with shmsync.Publisher(stamped(1), slots=2) as pub:
-        reader = attached(pub)
-        reader.call(enter)
-        reader.start(wait_version, 2, timeout=for_ever)
-        pub.publish(stamped(2))
-        assert reader.result() == 2
-        reader.call(leave)
-        assert reader.call(look) == (2, 2, 2)
 
 
 @pytest.mark.parametrize("slots", [1, 2])

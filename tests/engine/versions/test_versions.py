@@ -29,29 +29,6 @@ def test_each_version_that_is_waited_for_is_given_until_the_publisher_closes(sta
     assert collected(start(), slots, reads=False) in ([1, 2, 3, 4, 5], [2, 3, 4, 5])
 
 
-def test_an_acked_version_is_given_though_the_next_one_is_published_at_once():
-    """A publish that waits goes on when the loop acks: what it publishes then must not take this version's place."""
-
-    class Prompt(shmsync.Subscriber):
-        waited = False
-
-        def wait_version(self, version, timeout=None, **kwargs):
-            self.waited = True
-            pub.publish(stamped(version))
-            return super().wait_version(version, timeout, **kwargs)
-
-        def refresh(self):
-            applied = super().refresh()
-            if self.waited:
-                self.waited = False
-                pub.publish(stamped(applied + 1))
-            return applied
-
-    with shmsync.Publisher(stamped(1), slots=2) as pub, Prompt(pub.handle) as sub:
-        versions = sub.versions(timeout=0.05)
-        assert [next(versions) for _ in range(7)] == list(range(1, 8))
-
-
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_section_in_the_loop_has_that_version_or_a_newer_one(start, slots):
     seen = collected(start(), slots, reads=True)
@@ -124,13 +101,6 @@ def test_a_name_is_waited_for(open_trainer, start, name):
     worker.start(attach, name, timeout=for_ever)
     open_trainer(first_version=3)  # there is no other version that it could find
     assert worker.result() == 3
-
-
-def test_a_name_that_does_not_come_says_how_long_it_was_waited_for(name):
-    with pytest.raises(shmsync.ArenaNotFound, match=r"after waiting 0\.2\d* s for it.*timeout="):
-        shmsync.Subscriber(name, timeout=0.2)
-    with pytest.raises(shmsync.ArenaNotFound, match=r"after waiting [\de.-]+ s"):
-        shmsync.Subscriber(name, timeout=0)
 
 
 def test_a_handle_whose_arena_is_gone_is_refused_at_once(name):

@@ -32,6 +32,8 @@ from support.worker import Gone
 ACTIONS = ("kill", "stop", "pause")
 SLOTS = (1, 2, 3)
 CONSISTENCIES = ("pinned", "optimistic", "live")
+CHOICES = {"action": ACTIONS, "slots": SLOTS, "consistency": CONSISTENCIES}
+USUAL = [("kill", 1, "pinned"), ("kill", 2, "optimistic"), ("stop", 1, "optimistic"), ("pause", 3, "live")]
 # What Python does: (where the function is found, its name, the point before it, the point after it).
 AROUND = [
     (segment, "_make", None, "segment.named"),

@@ -17,7 +17,7 @@ FIELDS = (
     "slot_bytes", "slab_kind", "slab_fd", "slab_inode", "manifest_offset", "manifest_bytes", "fingerprint", "crc",
     "ready", "slab_handle", "pad",
 )  # fmt: skip
-CURRENT, STATE, NOTIFY, WAITING = 256, 264, 268, 272
+CURRENT = 256
 
 
 def packed(fields):
@@ -54,7 +54,3 @@ def write(name, offset, data):
 
 def word64(value):
     return struct.pack("<Q", value % 2**64)
-
-
-def word32(value):
-    return struct.pack("<I", value % 2**32)

@@ -9,7 +9,7 @@ from shmsync import _native
 from support.processes import segment_path
 
 ROW = 128  # bytes; native/include/shmsync/layout.hpp
-OWNER, PIN, ACKED, WANT = 0, 8, 16, 24
+OWNER, PIN, ACKED = 0, 8, 16
 
 
 def rows_offset(identity):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import mmap
 import os
 import tempfile
 import time
@@ -227,6 +230,18 @@ def read_until_torn(state):
             low, high = stamps(section.weights)
         if low != high:
             return sections
+
+
+def fill_weights(state, value):
+    state.sub.weights["large"].fill_(value)
+
+
+def unprotect(state):
+    """mprotect the pages to writable: (result, errno)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    address = state.sub.weights["large"].data_ptr() // 4096 * 4096
+    result = libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(4096), mmap.PROT_READ | mmap.PROT_WRITE)
+    return result, errno.errorcode.get(ctypes.get_errno())
 
 
 def bind(state, factory, *args, train=True, **kwargs):

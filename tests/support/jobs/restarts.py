@@ -19,10 +19,6 @@ def open_other_layout(state, name):
     state.pub = shmsync.Publisher(weights, name=name)
 
 
-def count_readers(state):
-    return len(state.pub.readers())
-
-
 def follow_until(state, version):
     """Apply what comes until this is the version."""
     while state.sub.version != version or not state.sub.publisher_alive:

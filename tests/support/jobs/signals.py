@@ -1,9 +1,11 @@
-"""What a trainer and its workers do while timers send them signals, whose handlers are Python."""
+"""What a trainer and its workers do while they get signals: timers with handlers in Python, and Ctrl-C."""
 
 from __future__ import annotations
 
 import signal
+import time
 
+from support.jobs.engine import publish
 from support.weights import stamp, stamped, stamps
 
 EVERY = 0.0004  # seconds
@@ -47,3 +49,23 @@ def read_all(state):
         torn += low != high
         seen.append(low)
     return end(state), seen, torn
+
+
+def may_be_interrupted(state):
+    """Whatever the shell that began these tests has set."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def update_slowly(state, version):
+    with state.pub.update() as weights:
+        weights["large"].fill_(version)
+        time.sleep(1000)
+
+
+def publish_until_interrupted(state):
+    """Publish without pause; the number of versions that came back."""
+    try:
+        while True:
+            publish(state, state.pub.version + 1)
+    except KeyboardInterrupt:
+        return state.pub.version

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 
 import shmsync
-from support.devices.device_faults import FAULTS
 from support.devices.simulated import Simulated, everywhere
 from support.worker import fork_server
 
@@ -35,12 +34,6 @@ class Counted(NamedTuple):
     publishes: int
     reads: int
     wrong: int  # reads that saw something else than their section's version
-
-
-class Plain:
-    """setattr() without a way back, for a separate process."""
-
-    setattr = staticmethod(setattr)
 
 
 def publish_all(device: Simulated, pub: shmsync.Publisher, there: torch.Tensor, last: int, seed: int) -> None:
@@ -114,15 +107,13 @@ def storm(device: Simulated, publishes: int, *, slots: int, readers: int = 3, se
     return _storm(device, publishes, slots, seed, readers, start)
 
 
-def storm_of_processes(
-    device: Simulated, publishes: int, *, slots: int, readers: int, seed: int, without: str | None = None
-) -> Counted:
+def storm_of_processes(device: Simulated, publishes: int, *, slots: int, readers: int, seed: int) -> Counted:
     """A storm whose readers are processes, with a device of their own over the same memory."""
     context = fork_server()
 
     def start(pub, last):
         results = context.SimpleQueue()
-        arguments = pub.handle, last, seed, device.longest, without, results
+        arguments = pub.handle, last, seed, device.longest, results
         processes = [context.Process(target=_read_apart, args=(number, *arguments)) for number in range(readers)]
         for process in processes:
             process.start()
@@ -155,17 +146,15 @@ def _storm(device, publishes, slots, seed, readers, start):
 
 
 @contextmanager
-def _alone(seed, longest, without):
-    """The simulated device of a separate process, with an order taken away if it has a name."""
+def _alone(seed, longest):
+    """The simulated device of a separate process."""
     torch.set_num_threads(1)
     with everywhere(seed, longest) as device:
-        if without is not None:
-            FAULTS[without](Plain, device)
         yield device
 
 
-def _read_apart(number, handle, last, seed, longest, without, results):
-    with _alone(seed + os.getpid(), longest, without) as device:
+def _read_apart(number, handle, last, seed, longest, results):
+    with _alone(seed + os.getpid(), longest) as device:
         results.put(read_all(device, handle, number, last, seed + number))
 
 
@@ -174,15 +163,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--publishes", type=int, default=100_000, help="in all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--without", choices=FAULTS, help="an order to take away; then the storm must see wrong reads")
     asked = parser.parse_args()
     wrong = 0
     for slots in SLOTS:
         started, publishes = time.monotonic(), -(-asked.publishes // len(SLOTS))
-        with _alone(asked.seed, LONGEST, asked.without) as device:
-            counted = storm_of_processes(
-                device, publishes, slots=slots, readers=READERS, seed=asked.seed, without=asked.without
-            )
+        with _alone(asked.seed, LONGEST) as device:
+            counted = storm_of_processes(device, publishes, slots=slots, readers=READERS, seed=asked.seed)
         wrong += counted.wrong
         print(
             f"{slots} slots, {READERS} readers: {counted.publishes:,} publishes, {counted.reads:,} reads by "

@@ -44,21 +44,6 @@ def test_adopting_never_casts_the_trainers_parameters(publisher):
     assert module.weight.dtype == torch.float32
 
 
-def test_a_refused_look_at_an_adopted_module_is_not_taken_for_a_good_one(adopted):
-    module = nn.Linear(4, 3)
-    pub, sub = adopted(module)
-    bias = module.bias.data
-    module.weight.data = torch.full((3, 4), 7.0)  # not in the slab any more: it has to go in with the next version
-    module.bias.data = torch.zeros(5)
-    with pytest.raises(shmsync.ManifestMismatch, match="bias"):
-        pub.publish()
-    module.bias.data = bias
-    del bias  # a tensor outside the module that shows the arena: the weight would be refused
-    assert pub.publish() == 2
-    with sub.read() as section:
-        assert section.weights["weight"].unique().tolist() == [7.0]
-
-
 # ---- load_state_dict()
 
 
@@ -66,8 +51,7 @@ def doubled(module):
     return {name: tensor * 2 + 1 for name, tensor in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("part", ["", "0"])
+@pytest.mark.parametrize(("part", "assign"), [("", False), ("0", True)])
 def test_loading_is_a_version_or_joins_the_update_of_its_thread(adopted, part, assign):
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     pub, sub = adopted(module)
@@ -109,35 +93,13 @@ def test_a_copy_of_an_adopted_module_loads_by_its_own(adopted):
         assert pub.version == 1 and not torch.equal(twin[0].weight, module[0].weight)
 
 
-@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
-def test_an_embedding_that_writes_in_its_forward_is_refused(publisher, make):
-    module = nn.Sequential(make(3, 2, max_norm=1.0))
+def test_an_embedding_that_writes_in_its_forward_is_refused(publisher):
+    module = nn.Sequential(nn.Embedding(3, 2, max_norm=1.0))
     address = module[0].weight.data_ptr()
     pub = publisher(module)
     with pytest.raises(shmsync.ProtocolError, match="0 is an embedding with max_norm=1.0"):
         pub.adopt(module)
     assert module[0].weight.data_ptr() == address and pub.version == 1
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("failures", [1, 2])  # close() tries twice to make the parameters private
-def test_a_failing_close_ends_the_arena_and_leaves_what_can_be_written(adopted, monkeypatch, failures, error):
-    module = nn.Linear(2, 2)
-    pub, _ = adopted(module)
-    restore, left = pub._writer.side.adopted._restore, [error] * failures
-
-    def fail_first():
-        if left:
-            raise left.pop()
-        restore()
-
-    monkeypatch.setattr(pub._writer.side.adopted, "_restore", fail_first)
-    with pytest.raises(error):
-        pub.close()
-    with pytest.raises(shmsync.ArenaNotFound):
-        shmsync.Subscriber(pub.handle)
-    with torch.no_grad():
-        module.weight.add_(1)
 
 
 def test_adopt_needs_one_slot(publisher):

@@ -12,17 +12,9 @@ import shmsync
 
 OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"momentum": 0.9}),
-    "SGD, fused": (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
-    "SGD, foreach": (torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
-    "Adam": (torch.optim.Adam, {}),
-    "Adam, fused": (torch.optim.Adam, {"fused": True}),
     "Adam, fused, amsgrad": (torch.optim.Adam, {"fused": True, "amsgrad": True}),
-    "Adam, foreach": (torch.optim.Adam, {"foreach": True}),
-    "AdamW, fused": (torch.optim.AdamW, {"fused": True}),
-    "Adagrad, fused": (torch.optim.Adagrad, {"fused": True}),
+    "AdamW, foreach": (torch.optim.AdamW, {"foreach": True}),
     "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
-    "NAdam": (torch.optim.NAdam, {}),
-    "Rprop": (torch.optim.Rprop, {}),
 }
 
 
@@ -66,9 +58,10 @@ class Twins:
             assert torch.equal(weights[tuple(key.split("."))], tensor), key
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("known", [True, False], ids=["given to adopt()", "not given"])
+@pytest.mark.parametrize(
+    ("known", "set_to_none", "memory_format"),
+    [(True, True, torch.contiguous_format), (True, False, torch.channels_last), (False, True, torch.channels_last)],
+)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_training_goes_on_as_it_would_without(adopted, kind, known, set_to_none, memory_format):
     optimizer, options = OPTIMIZERS[kind]
@@ -109,25 +102,6 @@ def test_weights_that_come_in_another_order_take_the_state_with_them(adopted):
     twins.check(pub, sub)
 
 
-def test_state_that_is_part_of_larger_memory_and_would_have_to_be_laid_out_anew_is_refused(publisher):
-    module = convolution()
-    pub = publisher(module)
-    module.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.1, fused=True)
-    learn(module, optimizer, 1)
-    state = optimizer.state[module[0].weight]
-    flat = torch.zeros(2 * state["exp_avg"].numel())
-    place = torch.as_strided(flat, state["exp_avg"].shape, state["exp_avg"].stride())
-    place.copy_(state["exp_avg"])
-    state["exp_avg"] = place
-    before = module[0].weight.data_ptr()
-    with pytest.raises(shmsync.ManifestMismatch, match=r"exp_avg \(4, 3, 3, 3\) is a view of a larger tensor"):
-        pub.adopt(module, optimizer)
-    assert module[0].weight.data_ptr() == before and pub.version == 1
-    learn(module, optimizer, 2)
-    assert pub.version == 1
-
-
 def test_sparse_gradients_that_are_there_already_are_kept(adopted):
     module = nn.Embedding(4, 2, sparse=True)
     module.weight.data = torch.zeros(2, 4).t()
@@ -137,23 +111,6 @@ def test_sparse_gradients_that_are_there_already_are_kept(adopted):
     optimizer.step()
     assert pub.version == 2
     torch.testing.assert_close(pub.weights["weight"], torch.tensor([[0.0, 0], [-1, -1], [0, 0], [0, 0]]))
-
-
-def test_state_that_is_the_parameters_own_memory_stays_so(adopted, publisher):
-    module = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    optimizer.state[module.weight]["slow"] = module.weight.data
-    pub, _ = adopted(module, optimizer)
-    module.weight.grad = torch.ones(2, 2)
-    optimizer.step()
-    assert torch.equal(optimizer.state[module.weight]["slow"], module.weight)
-    pub.close()
-    module.weight.data.add_(1)
-    assert torch.equal(optimizer.state[module.weight]["slow"], module.weight)
-    other = publisher(module)
-    optimizer.state[module.weight]["slow"] = module.weight.data[0]
-    with pytest.raises(shmsync.ManifestMismatch, match="slow of parameter 0 in the SGD's state"):
-        other.adopt(module, optimizer)
 
 
 # ---- memory that tensors of the module share
@@ -187,30 +144,13 @@ def test_what_shares_a_parameters_memory_goes_where_it_goes(adopted):
         assert (tensor == 7).all()
 
 
-def test_what_shares_memory_and_is_left_out_of_the_arena_goes_with_it_too(adopted):
-    module = Sharing()
-    pub, _ = adopted(module, exclude=["shown", "head.*"])
-    with pub.update() as weights:
-        weights["weight"].fill_(5)
-    for tensor in (module.shown, module.head.weight, module.plain):
-        assert (tensor == 5).all()
-
-
-@pytest.mark.parametrize("view", [lambda w: w[0], lambda w: w.t(), lambda w: w.view(9), lambda w: w[1:]])
+@pytest.mark.parametrize("view", [lambda w: w[0], lambda w: w.t()])
 def test_memory_that_is_shared_in_part_is_refused(publisher, view):
     module = Sharing(view)
     pub = publisher(module)
     with pytest.raises(shmsync.ManifestMismatch, match="share memory in part"):
         pub.adopt(module)
     assert module.plain.data_ptr() == module.weight.data_ptr()
-
-
-def test_parameters_side_by_side_in_one_storage_are_no_trouble(adopted):
-    module = nn.Linear(2, 2)
-    flat = torch.arange(6.0)
-    module.weight.data, module.bias.data = flat[:4].view(2, 2), flat[4:]
-    pub, _ = adopted(module)
-    assert pub.weights["weight"].tolist() == [[0, 1], [2, 3]] and pub.weights["bias"].tolist() == [4, 5]
 
 
 def test_one_module_has_one_arena(publisher, subscriber):

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
-import os
 import subprocess
 import sys
-from contextlib import suppress
 
 import pytest
 import torch
 
 import shmsync
 from shmsync.memory.slab import available as _memory
-from shmsync.memory.slab import slab as _slab
 from support.faults.forged import write
-from support.faults.interrupts import Interrupt, interrupt_at
 from support.processes import descriptors, segment_path
 
 
@@ -47,13 +41,6 @@ def test_the_tightest_cgroup_counts(tmp_path, version):
     proc = tmp_path / "self"
     proc.write_text("7:cpu:/x\n4:memory:/outer/inner\n" if version == 1 else "0::/outer/inner\n")
     assert _memory.available_bytes(proc=proc, root=root) == 300 << 20
-
-
-def test_no_limit_means_the_machine(tmp_path):
-    proc = tmp_path / "self"
-    proc.write_text("0::/\n")
-    (tmp_path / "memory.max").write_text("max\n")
-    assert _memory.available_bytes(proc=proc, root=tmp_path) > 1 << 20
 
 
 def test_a_mapping_that_torch_refuses_is_a_lack_of_memory(monkeypatch):
@@ -112,35 +99,3 @@ sys.exit(0 if seen == {True, False} else 3)
             assert subprocess.run([sys.executable, "-c", read, path], timeout=120, check=False).returncode == 0
         finally:
             other.kill()
-
-
-def test_an_interrupt_anywhere_closes_the_slabs_descriptor_once():
-    before = descriptors()
-    for line in itertools.count():
-        with interrupt_at(line, lambda code: code is _slab.create.__code__) as raised, suppress(Interrupt):
-            _slab.create(2, 1 << 21, bytes(16), "interrupted")
-        if not raised:
-            break
-        assert {target for target in descriptors().values() if "interrupted" in target} == set()
-        files = [open(os.devnull) for _ in range(4)]  # noqa: SIM115  # they get the numbers that were free
-        gc.collect()
-        for file in files:
-            os.fstat(file.fileno())
-            file.close()
-    assert line >= 15
-    gc.collect()
-    assert descriptors() == before
-
-
-def test_no_child_protects_memory_that_an_interrupt_gave_back(monkeypatch):
-    """A finalizer that takes the address back is there before the address is."""
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    protected = []
-    monkeypatch.setattr(_slab._native, "protect_in_children", lambda *each: protected.append(each))
-    monkeypatch.setattr(_slab.weakref, "finalize", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        _slab.create(2, 1 << 21, bytes(16), "interrupted")
-    assert protected == []

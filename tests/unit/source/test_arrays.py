@@ -66,10 +66,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(publisher):
     assert pub.version == 1
 
 
-def test_a_cast_of_arrays(publisher):
-    assert publisher({"a": np.ones(2)}, dtype=torch.bfloat16).weights["a"].dtype is torch.bfloat16
-
-
 @pytest.mark.host_memory(reason="numpy shows no other memory")
 def test_a_section_shows_arrays_that_numpy_does_not_write(pair):
     pub, sub = pair()

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import random
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from shmsync.engine.source import pickling
-from shmsync.schemes.remote.packed_weights import Packer
-
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.uint8,
     torch.bool, torch.complex64,
 ]  # fmt: skip
-SEEDS = range(25)
+SEEDS = range(8)
 
 
 def values(rng, shape, dtype):
@@ -30,10 +25,10 @@ def values(rng, shape, dtype):
 
 
 def in_some_order(rng, tensor):
-    """The same values in another layout: permuted, with gaps, as a slice of more, or with odd strides of size 1."""
+    """The same values in another layout: permuted, or with gaps."""
     order = list(range(tensor.dim()))
     rng.shuffle(order)
-    way = rng.randrange(5)
+    way = rng.randrange(4)
     if way == 0:
         return tensor.clone()
     if way in (1, 2) or not tensor.dim():
@@ -42,16 +37,10 @@ def in_some_order(rng, tensor):
             .clone(memory_format=torch.contiguous_format)
             .permute([order.index(d) for d in range(tensor.dim())])
         )
-    if way == 3:  # gaps behind each row of the permuted tensor
-        moved = tensor.permute(order)
-        room = torch.zeros([*moved.shape[:-1], moved.shape[-1] + 3], dtype=tensor.dtype)
-        room[..., : moved.shape[-1]] = moved
-        return room[..., : moved.shape[-1]].permute([order.index(d) for d in range(tensor.dim())])
-    strides = [
-        rng.choice([0, 1, 7, tensor.numel(), stride]) if size == 1 else stride
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    ]
-    return tensor.clone().as_strided(tensor.shape, strides)
+    moved = tensor.permute(order)  # with gaps behind each row of the permuted tensor
+    room = torch.zeros([*moved.shape[:-1], moved.shape[-1] + 3], dtype=tensor.dtype)
+    room[..., : moved.shape[-1]] = moved
+    return room[..., : moved.shape[-1]].permute([order.index(d) for d in range(tensor.dim())])
 
 
 def drawn(rng, dtypes=DTYPES):
@@ -123,29 +112,6 @@ def test_any_layout_is_kept_whatever_is_published(both, seed, slots):
     assert_shows(sub.snapshot().weights, new, first)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_casts_and_parcels_keep_the_layout(publisher, subscriber, seed):
-    rng = random.Random(seed)
-    weights = drawn(rng, [torch.float32, torch.int64])
-    cast = {key: tensor.bfloat16() if tensor.is_floating_point() else tensor for key, tensor in weights.items()}
-    if any(tensor.is_floating_point() for tensor in weights.values()):
-        sub = subscriber(publisher(weights, dtype=torch.bfloat16))
-        assert_shows(sub.weights, cast, weights)
-    weights = drawn(rng)
-    packer = Packer(piece_bytes=rng.choice([None, 512]))
-    for source in (weights, alike(weights)):
-        came = pickle.loads(pickle.dumps(packer.pack(source, "m", 1)))
-        assert_shows(came, source, weights)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_messages_over_pipes_keep_the_layout(seed):
-    weights = drawn(random.Random(seed))
-    assert_shows(pickle.loads(pickling.dumps(weights)), weights, weights)
-    content, pieces = pickling.dumps_apart(weights, 64)
-    assert_shows(pickle.loads(content, buffers=pieces), weights, weights)
-
-
 def test_a_trainer_that_comes_back_with_another_layout_is_not_followed(publisher, subscriber):
     first = publisher({"t": torch.ones(2, 3)})
     sub = subscriber(first, follow=True)
@@ -155,31 +121,21 @@ def test_a_trainer_that_comes_back_with_another_layout_is_not_followed(publisher
         assert section.weights["t"].stride() == (3, 1)
 
 
-def test_strides_of_one_may_be_any_number(publisher, subscriber):
-    far = torch.ones(1, 3).as_strided((1, 3), (2**59 - 1, 1))
-    farther = torch.ones(3, 1, 2).permute(2, 1, 0).as_strided((2, 1, 3), (1, 2**60, 2))
-    sub = subscriber(publisher({"far": far, "farther": farther, "zero": far.as_strided((1, 3), (0, 1))}))
-    assert sub.weights["far"].stride() == (2**59 - 1, 1) and sub.weights["zero"].stride() == (0, 1)
-    assert torch.equal(sub.weights["farther"], farther) and sub.weights["farther"].is_contiguous()
-
-
 # ---- modules
 
 
 class Planes(nn.Module):
-    def __init__(self, dims):
+    def __init__(self):
         super().__init__()
-        self.size = (9, 9, 9)[:dims]
-        convolution, norm = (nn.Conv2d, nn.BatchNorm2d) if dims == 2 else (nn.Conv3d, nn.BatchNorm3d)
         self.net = nn.Sequential(
-            convolution(4, 24, 3), norm(24), nn.ReLU(), convolution(24, 40, 1), nn.ReLU(), convolution(40, 5, 3)
+            nn.Conv2d(4, 24, 3), nn.BatchNorm2d(24), nn.ReLU(), nn.Conv2d(24, 40, 1), nn.ReLU(), nn.Conv2d(40, 5, 3)
         )
 
     def forward(self, x):
         return self.net(x)
 
     def inputs(self):
-        return torch.randn(3, 4, *self.size)
+        return torch.randn(3, 4, 9, 9)
 
 
 class Wide(nn.Module):
@@ -200,24 +156,9 @@ class Wide(nn.Module):
         return torch.randn(29, 67)
 
 
-class Tied(nn.Module):
-    """A decoder that is the encoder's transpose: two parameters over one memory."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Parameter(torch.randn(67, 129))
-        self.decoder = nn.Parameter(self.encoder.data.t())
-
-    def forward(self, x):
-        return torch.tanh(x @ self.encoder) @ self.decoder
-
-    def inputs(self):
-        return torch.randn(29, 67)
-
-
-def planes(turned=True, dims=2, memory_format=torch.channels_last):
-    made = Planes(dims).eval()
-    return made.to(memory_format=memory_format) if turned else made
+def planes(turned=True):
+    made = Planes().eval()
+    return made.to(memory_format=torch.channels_last) if turned else made
 
 
 def wide(turned=True):
@@ -231,9 +172,7 @@ def wide(turned=True):
 
 NETS = {
     "channels_last": planes,
-    "channels_last_3d": partial(planes, dims=3, memory_format=torch.channels_last_3d),
     "transposed": wide,
-    "tied transposed": lambda turned=True: Tied(),
 }
 
 
@@ -255,13 +194,12 @@ def assert_equal(worker, trainer):
 
 
 @pytest.mark.parametrize("same_layout", [True, False], ids=["worker lies alike", "worker in rows"])
-@pytest.mark.parametrize("consistency", ["pinned", "optimistic", "live"])
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("net", NETS)
-def test_a_bound_module_computes_to_the_bit_what_the_trainers_does(both, net, slots, consistency, same_layout):
+def test_a_bound_module_computes_to_the_bit_what_the_trainers_does(both, net, slots, same_layout):
     torch.manual_seed(0)
     trainer, worker = NETS[net](), NETS[net](same_layout)
-    pub, sub = both(trainer, slots=slots, consistency=consistency)
+    pub, sub = both(trainer, slots=slots)
     sub.bind(worker)
     assert_equal(worker, trainer)
     own = worker.state_dict()
@@ -283,7 +221,7 @@ def test_a_bound_module_computes_to_the_bit_what_the_trainers_does(both, net, sl
     assert_equal(worker, trainer)
 
 
-@pytest.mark.parametrize("net", [net for net in NETS if net != "tied transposed"])
+@pytest.mark.parametrize("net", NETS)
 def test_adopted_parameters_keep_their_layout(publisher, subscriber, net):
     trainer, worker = NETS[net](), NETS[net](False)
     before = {name: tensor.stride() for name, tensor in trainer.state_dict().items()}

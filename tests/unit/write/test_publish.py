@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 from torch import nn
 
 import shmsync
+from support.calls import Call, meanwhile
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
@@ -108,3 +112,36 @@ def test_a_publish_that_gives_nothing_is_refused(publisher):
 def test_one_more_than_there_can_be_is_refused(publisher, too_many):
     with pytest.raises(ValueError, match=next(iter(too_many))):
         publisher({"t": torch.ones(1)}, **too_many)
+
+
+def test_a_reader_thread_beside_the_trainer_gets_its_turn(publisher, subscriber):
+    pub = publisher({"w": torch.zeros(64)})
+    sub = subscriber(pub, timeout=60.0)
+    versions = []
+    with meanwhile(pub.publish):
+        while len(versions) < 100 or len(set(versions)) == 1:  # each of the two threads must get its turn
+            versions.append(sub.snapshot().version)
+    assert versions == sorted(versions)
+
+
+def test_close_beside_a_publish_of_another_thread(publisher):
+    for _ in range(20):
+        pub = publisher({"w": torch.zeros(1 << 16)})
+        started = threading.Event()
+
+        def train(pub=pub, started=started):
+            while True:
+                pub.publish()
+                started.set()
+                time.sleep(0)  # lets close() come between two publishes
+
+        training = Call(train)
+        started.wait()
+        while True:
+            try:
+                pub.close()
+                break
+            except shmsync.WriterBusy:
+                time.sleep(1e-4)
+        with pytest.raises(shmsync.ClosedError):
+            training.result()

@@ -1,17 +1,15 @@
 """A whole arena on a GPU: a publisher and a subscriber over the proxy of CUDA's calls."""
 
-import contextlib
 import gc
-import itertools
 
 import pytest
 import torch
 
 import shmsync
-from shmsync.errors import ProtocolError, ShmSyncError
+from shmsync.errors import ProtocolError
 from shmsync.memory import devices
 from shmsync.memory.cuda import visible
-from support.devices.standin_cuda import TALK, World
+from support.devices.standin_cuda import World
 from support.devices.standin_torch import torch_stream
 
 
@@ -114,21 +112,6 @@ def test_a_publish_during_a_capture_is_refused_before_anything_changes(arena, sl
     assert value(sub) == (2, 2.0)
 
 
-def test_after_in_a_capture_reaches_no_call_of_the_captured_stream(process, arena):
-    process(World())
-    device = visible.device(0)
-    there = ones_there(100)
-    calls, pub, sub = arena({"t": there}, 2, made=True)
-    stream, other = device.stream(), device.stream()
-    calls.capturing.add(stream.handle)
-    calls.log.clear()
-    with calls.side.stream(stream.handle), pytest.raises(ProtocolError, match="before or after the capture"):
-        pub.publish({"t": there}, after=torch_stream(other.handle))
-    assert "cudaStreamWaitEvent" not in calls.names()
-    assert pub.publish({"t": there}, after=torch_stream(other.handle), wait=[]) == 2
-    assert value(sub) == (2, 1.0)
-
-
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("how", ["raises", "commits"])
 def test_an_update_that_ends_in_a_capture_is_taken_back(arena, slots, how):
@@ -146,28 +129,6 @@ def test_an_update_that_ends_in_a_capture_is_taken_back(arena, slots, how):
     assert value(sub)[1] == 2.0
 
 
-def test_a_publisher_is_closed_in_a_capture(arena, name):
-    calls, pub, sub = arena({"t": torch.full((100,), 1.0)}, 2)
-    stream = visible.device(0).stream()
-    with calls.side.stream(stream.handle):
-        with pytest.raises(LookupError), pub.update():
-            raise LookupError
-        calls.capturing.add(stream.handle)
-        pub.close()
-    assert not sub.publisher_alive
-
-
-def test_a_section_around_a_capture_holds_nothing_up(arena):
-    source = {"t": torch.full((100,), 1.0)}
-    calls, pub, sub = arena(source, 1)
-    stream = visible.device(0).stream()
-    calls.capturing.add(stream.handle)
-    with calls.side.stream(stream.handle), sub.read() as section:
-        section.release_after(torch_stream(stream.handle))
-    source["t"].fill_(2)
-    assert pub.publish(wait=[], timeout=20) == 2
-
-
 def test_a_capture_in_a_section_of_several_slots_is_refused(arena):
     source = {"t": torch.full((100,), 1.0)}
     calls, pub, sub = arena(source, 2)
@@ -181,41 +142,6 @@ def test_a_capture_in_a_section_of_several_slots_is_refused(arena):
         assert value(sub) == (version, float(version))
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("leaves", [1, 64, 5000])
-def test_a_publish_takes_as_many_calls_whatever_the_number_of_leaves(process, arena, leaves, slots):
-    process(World())
-    device = visible.device(0)
-    memory = device.allocate(64 * leaves)
-    net = torch.nn.Module()
-    for number in range(leaves):
-        there = torch.empty(0, device="simulated:0").set_(memory, 16 * number, (8,)).fill_(1)
-        net.register_parameter(f"p{number}", torch.nn.Parameter(there))
-    calls, pub, sub = arena(net, slots, made=True)
-    pub.publish(wait=[])
-    value(sub, "p0")
-    calls.log.clear()
-    with torch.no_grad():
-        net.p0.fill_(7)
-    pub.publish()
-    assert calls.names() == PUBLISH
-    sub.wait_version(3)
-    calls.log.clear()
-    assert value(sub, "p0") == (3, 7)
-    assert calls.names() == PUBLISH
-
-
-# Is it captured? Twice, once before anything is changed. The stream of the arena waits for the trainer's, where torch
-# was asked for the copies, and commits. A section ends alike.
-PUBLISH = [
-    "cudaStreamIsCapturing",
-    "cudaStreamIsCapturing",
-    "cudaEventRecord",
-    "cudaStreamWaitEvent",
-    "cuLaunchHostFunc",
-]
-
-
 def test_nothing_is_left_when_both_ends_are_closed(arena):
     calls, pub, sub = arena({"t": torch.full((100,), 1.0)}, 2)
     pub.publish(wait=[])
@@ -227,25 +153,3 @@ def test_nothing_is_left_when_both_ends_are_closed(arena):
     devices._default.clear()
     gc.collect()
     assert {name: many for name, many in calls.left().items() if name in ("memory", "mappings")} == {}
-
-
-def test_an_arena_whose_device_refuses_any_call_leaves_no_segment(process, lie_there):
-    """At the creation and the first publish: a typed error, no memory of the GPU, no segment (see nothing_left)."""
-    for number in itertools.count():
-        calls = process(World())
-        lie_there()
-        calls.fail_at = sum(name not in TALK for name, _ in calls.log) + number
-        calls.code = 801
-        pub = None
-        with contextlib.suppress(ShmSyncError):
-            pub = shmsync.Publisher({"t": torch.ones(10)}, timeout=20.0)
-        if pub is None:
-            gc.collect()
-            assert calls.left().get("memory", 0) == 0, calls.names()
-            continue
-        over = sum(name not in TALK for name, _ in calls.log) <= calls.fail_at
-        calls.fail_at = None
-        pub.close()
-        if over:
-            break
-    assert number >= 15

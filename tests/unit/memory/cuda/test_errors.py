@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from shmsync import _native
-from shmsync.errors import ArenaCorrupt, ArenaNotFound, DeviceFailed, ForkedHandle, NoSpace, ProtocolError, ShmSyncError
+from shmsync.errors import ArenaCorrupt, ArenaNotFound, DeviceFailed, ForkedHandle, ShmSyncError
 from shmsync.memory import devices
-from shmsync.memory.cuda import causes, visible
+from shmsync.memory.cuda import visible
 from shmsync.memory.cuda.gpu import Gpu
 from shmsync.memory.cuda.handle_format import SlabHandle
 from support.devices.standin_cuda import BLOCK, GIVE_BACK, TALK, Proxy, World, gpu
@@ -94,27 +94,6 @@ def test_a_gpu_of_the_parent_is_refused_in_a_forked_child(monkeypatch):
     assert len(device._calls.log) == before
 
 
-@pytest.mark.parametrize("code", [*causes._CURES, *causes._LOST, 2, 900, 901, 905, 906, 908, 777])
-def test_each_code_has_a_cause_and_a_next_step(code):
-    error = causes.CudaError("cudaX", code, "cudaErrorX", "words")
-    for made in (causes.refused("copying", error, "cuda:0"), causes.not_opened(error, "cuda:0")):
-        assert isinstance(made, ShmSyncError)
-        assert f"({code}): words" in str(made)
-        assert "cuda:0" in str(made)
-        assert len(str(made).partition("words")[2]) > 15
-    kind = {2: NoSpace}.get(code, ProtocolError if code in causes.CAPTURES else DeviceFailed)
-    assert type(causes.refused("copying", error, "cuda:0")) is kind
-
-
-def test_what_the_machine_is_is_said_with_the_error(monkeypatch):
-    monkeypatch.setattr(causes, "_read", lambda path: "6.6.0-microsoft-standard-WSL2" if "osrelease" in path else "")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1234")
-    text = str(causes.refused("sharing", causes.CudaError("c", 801, "n", "w"), "cuda:0"))
-    assert "this is WSL" in text
-    assert "MIG instance" in text
-    assert "WSL" not in str(causes.refused("sharing", causes.CudaError("c", 700, "n", "w"), "cuda:0"))
-
-
 def scenario(world, calls):
     """Everything that a process does with a GPU; `calls` may fail at any of it."""
     device = Gpu(0, calls, calls.side)
@@ -132,25 +111,15 @@ def scenario(world, calls):
     device.check()
 
 
-@pytest.fixture
-def small_heap():
-    """Garbage is looked for in what a test makes, and not in all of torch each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.full  # some hundred failing calls
-@pytest.mark.usefixtures("small_heap")
 def test_an_error_at_any_call_is_typed_and_leaks_nothing():
     calls = Proxy(world := World())
     scenario(world, calls)
     many = sum(name not in TALK for name, _ in calls.log)
     gc.collect()
+    gc.freeze()  # else each collection here walks all of torch
     assert calls.left() in ({}, {"streams": 1})  # of check(), which goes with the device
     tried = set()
-    for code in (2, 801, 999):  # no memory, a known cause, no known one; other codes change the words alone
+    for code in (2, 999):  # no memory, no known cause
         for number in range(many):
             calls = Proxy(world := World(), fail_at=number, code=code)
             failed = None

@@ -4,10 +4,8 @@ import pytest
 
 from shmsync import _native
 from shmsync.errors import ArenaCorrupt, ArenaNotFound, DeviceFailed, NoSpace
-from shmsync.memory.cuda.blocks import Blocks
 from shmsync.memory.cuda.gpu import WHOLE_BLOCKS
 from shmsync.memory.cuda.handle_format import unpacked
-from support.calls import Call
 from support.devices.standin_cuda import BLOCK, MEMORY, gpu, left, two_processes
 from support.devices.standin_torch import tensor
 
@@ -64,37 +62,6 @@ def test_memory_is_mapped_once_in_a_process_and_unmapped_with_the_last_tensor():
     assert left(worker) == {}
     assert not worker._blocks._open
     assert worker.open(handle, 100).nbytes() == 100  # and mapped again
-
-
-def test_memory_whose_last_user_is_collected_in_the_middle_of_the_next_opening_is_mapped_again():
-    closed, users = [], []
-    blocks = Blocks(closed.append)
-
-    class Found(dict):
-        def get(self, key):
-            found = super().get(key)
-            users.clear()  # as a garbage collection may, between any two lines
-            return found
-
-    users.append(blocks.opened(b"handle", 10, lambda: 0x1000))
-    blocks._open = Found(blocks._open)
-    again = blocks.opened(b"handle", 10, lambda: 0x2000)
-    assert closed == [0x1000] and again.address == 0x2000
-
-
-def test_threads_that_open_and_let_go_always_find_the_memory():
-    trainer, worker = two_processes()
-    mine = trainer.allocate(64)
-    tensor(mine).fill_(5)
-    handle = trainer.export(mine)
-
-    def use():
-        for _ in range(200):
-            assert tensor(worker.open(handle, 64)).tolist() == [5] * 64
-
-    for call in [Call(use) for _ in range(4)]:
-        call.result()
-    assert left(worker) == {}
 
 
 def test_too_much_memory_is_refused_before_anything_is_allocated():

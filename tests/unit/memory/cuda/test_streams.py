@@ -1,6 +1,5 @@
 """Streams, events, copies and captures by CUDA's calls, over the proxy."""
 
-import gc
 import threading
 import time
 
@@ -8,7 +7,7 @@ import pytest
 
 from shmsync.errors import DeviceFailed, ProtocolError
 from shmsync.memory.cuda.gpu import Gpu
-from support.devices.standin_cuda import Code, Proxy, World, gpu, left
+from support.devices.standin_cuda import Code, Proxy, World, gpu
 from support.devices.standin_torch import torch_event, torch_stream
 
 
@@ -25,24 +24,6 @@ def test_follow_orders_by_an_event_of_the_streams_own_gpu():
     gate.set()
     assert first.wait(mine, 20)
     assert seen == ["first", "later"]
-
-
-def test_a_stream_does_not_follow_itself():
-    device = gpu()
-    stream = device.stream()
-    before = len(device._calls.log)
-    device.follow(stream, stream)
-    assert len(device._calls.log) == before
-    device.follow(stream, device.current())
-    assert device._calls.names()[-1] == "cudaStreamWaitEvent"
-
-
-def test_events_are_used_again():
-    device = gpu()
-    one, two = device.stream(), device.stream()
-    for _ in range(20):
-        device.follow(one, two)
-    assert len(device._calls.events) == 1
 
 
 def test_streams_and_events_of_torch_are_taken():
@@ -77,42 +58,11 @@ def fails(calls, name, code):
     setattr(calls, name, fail)
 
 
-def test_an_event_that_cannot_be_recorded_is_destroyed():
-    device = gpu()
-    one, two = device.stream(), device.stream()
-    fails(device._calls, "cudaEventRecord", 999)
-    for _ in range(3):
-        with pytest.raises(DeviceFailed):
-            device.follow(one, two)
-    assert device._calls.events == {}
-
-
 def test_the_default_stream_counts_as_captured_while_a_stream_that_it_would_wait_for_is():
     device = gpu()
     fails(device._calls, "cudaStreamIsCapturing", 906)
     assert device.capturing(device.current())
     assert device._calls.last_error == 0  # torch is not blamed for it
-
-
-def test_torch_is_not_blamed_for_memory_that_cannot_be_given_back():
-    device = gpu()
-    storage = device.allocate(100)
-    fails(device._calls, "cudaFree", 999)
-    device.free(storage)
-    del storage
-    gc.collect()
-    assert "cudaFree" in device._calls.names()
-    assert device._calls.last_error == 0
-
-
-def test_giving_back_leaves_the_thread_in_the_capture_mode_that_it_had():
-    device = gpu()
-    stream, storage, staging = device.stream(), device.allocate(100), device.staging(100)
-    device.free(storage)
-    device._calls.modes.relaxed = False
-    del stream, storage, staging
-    assert left(device) == {}
-    assert not device._calls.modes.relaxed
 
 
 @pytest.mark.parametrize("use", ["wait", "follow"])
