@@ -99,7 +99,7 @@ def test_a_stopped_reader_keeps_no_other_reader_out(start):
         reader.call(enter)
         reader.stop()
         writing = Call(pub.publish, stamped(2), timeout=60)
-        until_waits(writing, "begin")
+        until_waits(writing, "while_stopped")
         end = time.monotonic() + 1
         while time.monotonic() < end:
             assert read(pinned) == read(optimistic) == (1, 1, 1)
