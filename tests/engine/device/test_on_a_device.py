@@ -133,19 +133,6 @@ def test_update_follows_the_current_stream(arena, device, slots):
             assert section.weights["other"].tolist() == [7.0] * 5
 
 
-@pytest.mark.parametrize("slots", [2, 3])
-def test_a_part_is_carried_on_the_device(arena, slots):
-    source = {"t": torch.full((100,), 1.0), "u": torch.full((70,), 1.0)}
-    pub, sub = arena(source, slots)
-    for version in range(2, 20):
-        key = "t" if version % 3 else "u"
-        source[key].fill_(version)
-        pub.publish({key: source[key]}, wait=[])
-        with sub.read() as section:
-            for name, tensor in source.items():
-                assert torch.equal(section.weights[name], tensor)
-
-
 def test_an_optimistic_section_is_judged_when_its_kernels_are_done(arena, device):
     source = {"t": torch.full((100,), 1.0)}
     pub, sub = arena(source, 1, consistency="optimistic")

@@ -167,13 +167,6 @@ def test_a_snapshot_is_of_one_version(two, place):
             assert set(taken.weights["a"].flatten().tolist()) == {float(version)}
 
 
-def test_memory_of_a_device_is_given_back_when_an_arena_cannot_be_made(two, name):
-    device = two["simulated:0"]
-    with shmsync.Publisher({"a": torch.ones(3)}, name=name, device="cpu"), pytest.raises(shmsync.ArenaExists):
-        shmsync.Publisher({"a": torch.ones(3)}, name=name, device=device.name)
-    assert device._descriptors == {}
-
-
 def test_a_module_is_adopted_on_a_device(two):
     device = two["simulated:0"]
     net = torch.nn.Linear(3, 2).to(device.torch_device)

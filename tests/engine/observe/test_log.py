@@ -7,7 +7,7 @@ import pytest
 import shmsync
 from shmsync.memory.control import leftovers
 from support.jobs.engine import enter
-from support.processes import segment_path, until
+from support.processes import segment_path
 from support.weights import stamped
 
 
@@ -48,12 +48,3 @@ def test_what_a_dead_publisher_left(open_trainer, log, name):
     while not log("INFO", f"arena '{name}'", "was removed"):  # unless another test's publisher was quicker
         segment_path(name).write_bytes(copy)
         leftovers.sweep_some(float("inf"))
-
-
-def test_a_publisher_that_was_started_again(log, name):
-    first = shmsync.Publisher(stamped(1), name=name)
-    with shmsync.Subscriber(name, follow=True) as sub:
-        first.close()
-        with shmsync.Publisher(stamped(5), name=name):
-            until(lambda: sub.refresh())
-            assert len(log("INFO", f"arena '{name}'", "started again")) == 1

@@ -1,6 +1,5 @@
 """shmsync.metrics: the figures of a publisher in Prometheus' text format, in one dict, and in the dashboard."""
 
-import os
 import re
 
 import pytest
@@ -87,23 +86,3 @@ def test_one_dict_for_tensorboard_and_others(attached):
         assert all(re.fullmatch(r"[a-z][a-z0-9_.]*", each) for each in names)
     with pytest.raises(shmsync.ClosedError):
         metrics.values(pub)
-
-
-def test_several_subscribers_of_one_process_are_one_series(registry):
-    with (
-        shmsync.Publisher(stamped(1), slots=3) as pub,
-        shmsync.Subscriber(pub.handle) as one,
-        shmsync.Subscriber(pub.handle) as other,
-    ):
-        for _ in range(3):
-            with one.read():
-                pass
-        with other.read():
-            pass
-        metrics.prometheus(pub, registry)
-        pub.publish(stamped(2))
-        other.refresh()
-        found = scraped(registry)
-        who = {"arena": pub.name, "worker": "", "pid": str(os.getpid())}
-        assert of(found, "shmsync_reader_lag", **who) == 1  # of the one that is behind
-        assert of(found, "shmsync_reader_reads_total", **who) == sum(reader.reads for reader in pub.readers())

@@ -9,10 +9,10 @@ import torch
 
 import shmsync
 from support.calls import Call
-from support.jobs.engine import attach, begin_update, close_publisher, create_and_stall, open_arena, publish, read
-from support.jobs.restarts import follow_until, open_net, open_other_layout
+from support.jobs.engine import begin_update, close_publisher, create_and_stall, open_arena, publish, read
+from support.jobs.restarts import open_net, open_other_layout
 from support.processes import segment_path, until, until_waits
-from support.weights import Net, bytes_of
+from support.weights import Net
 
 
 def outputs(seed):
@@ -199,21 +199,3 @@ def test_another_layout_is_named_and_the_old_weights_stay(open_trainer, start, n
 
 def warned(sub):
     return sub._reader._successor._warned is not None
-
-
-def test_closing_and_attaching_other_workers_beside_a_follower(open_trainer, start, name, follower):
-    trainer = open_trainer(1, slots=2)
-    workers = start(2)
-    for index, worker in enumerate(workers):
-        worker.call(attach, name, worker=index, follow=True)
-    sub = follower(name, worker=7)
-    trainer.kill()
-    trainer = open_trainer(1, slots=2)
-    trainer.start(publish, 2, wait=[0, 1, 7], timeout=for_ever)
-    for worker in workers:
-        worker.start(follow_until, 2)
-    until(lambda: (sub.refresh() and sub.version == 2) or sub.version == 2)
-    assert trainer.result() == 2
-    assert [worker.result() for worker in workers] == [2, 2]
-    with shmsync.Subscriber(name) as other:
-        assert bytes_of(sub.weights) == bytes_of(other.weights)

@@ -141,20 +141,3 @@ def test_refresh_inside_a_section_keeps_its_label():
             assert sub.version == section.version == 1
         sub.bind(Counting())  # enters a section to move its tensors
         assert sub.version == sub.stats().version == 2
-
-
-def test_a_version_of_two_sessions(start, name):
-    """A result keeps the version and the session that it was computed with, when another thread has moved on."""
-    trainer = start()
-    old = trainer.call(open_counting, name=name)
-    with shmsync.Subscriber(name, follow=True) as sub:
-        policy = sub.bind(Counting())
-        with torch.no_grad():
-            policy(X)
-            trainer.kill()
-            new = start().call(open_counting, 7, name=name)
-            until(lambda: Call(sub.refresh).result())
-            assert (sub.version, sub.session) == (1, old.session)
-            assert Call(lambda: (sub.version, sub.session)).result() == (7, new.session)
-            policy(X)
-            assert (sub.version, sub.session) == (7, new.session)

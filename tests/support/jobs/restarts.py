@@ -17,10 +17,3 @@ def open_other_layout(state, name):
     """A publisher of other leaves than open_arena() has."""
     weights = {**stamped(7), "extra": torch.zeros(3), "large": torch.zeros(5)}
     state.pub = shmsync.Publisher(weights, name=name)
-
-
-def follow_until(state, version):
-    """Apply what comes until this is the version."""
-    while state.sub.version != version or not state.sub.publisher_alive:
-        state.sub.refresh()
-    return state.sub.version
