@@ -39,7 +39,7 @@ DEVICE ?= simulated
 ON_DEVICES := engine unit/source/test_layouts.py
 SCHEMES_ON_DEVICES := $(addprefix conformance/,\
   $(addprefix sends/test_,cast.py many_sends.py partial.py receive.py refused.py send.py) \
-  $(addprefix trouble/test_,death.py own_loop.py own_messages.py threads.py))
+  $(addprefix trouble/test_,death.py own_loop.py messages.py threads.py))
 test-device: $(STAMP)
 	export SHMSYNC_TEST_DEVICE=$(DEVICE) && $(PYTEST) -n $(JOBS) --choice covering \
 	  $(abspath $(addprefix tests/,$(ON_DEVICES))) $(ARGS)

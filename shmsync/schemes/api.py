@@ -30,11 +30,9 @@ class TransportBackend(Protocol):
     """How weights get to one worker.
 
     These two methods make one. Optional: `send_weights_async`, `wait_ack`, `send_ack(message="updated")`,
-    `check_ack(message="updated")`, `check_connection()`, `forget_posted()`.
+    `check_ack(message="updated")`, `check_connection()`.
 
-    wait_ack() takes one answer, the oldest. After a send that was late the next one calls it once more for each answer
-    that is still to come. A transport whose answers name their message, so that its wait_ack() skips old ones, has
-    forget_posted(). It is called before a send, when no call waits for earlier messages.
+    A send calls them directly, on its own thread: time-outs, and late answers, are the transport's own matter.
     """
 
     def send_weights(self, model_id: str, weights: Any) -> None:

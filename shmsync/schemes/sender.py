@@ -3,18 +3,59 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 from typing_extensions import override
 
 from ..engine.deadlines import check_worker, deadline_after
+from ..engine.outcome import Outcome, Wording
 from ..errors import ProtocolError
 from .context_args import Arguments, chosen_workers, model_at, process_of
-from .link.blocking_calls import Calls, CallState
 from .link.send_lock import SendLock, hold_all
 from .scheme_end import SchemeEnd
+
+_TRANSPORT_WORDING = Wording("its transport timed out", after_lateness="Send again, or give its transport more time")
+
+
+class TransportCalls:
+    """One send over transports of a user's own: they are called directly, one after the other."""
+
+    def __init__(self, transports: Mapping[int, Any], what: str, version: int) -> None:
+        self._transports = dict(transports)  # the workers without an error so far
+        self._what, self._version = what, version
+        self._outcome = Outcome(_TRANSPORT_WORDING)
+        self._errors: dict[int, Exception] = {}
+
+    def send(self, model_id: str, weights: Any) -> None:
+        """Call send_weights_async(), or send_weights() of transports without it."""
+        for index, transport in list(self._transports.items()):
+            send = getattr(transport, "send_weights_async", transport.send_weights)
+            self._call(index, partial(send, model_id, weights))
+
+    def finish(self) -> None:
+        """Call wait_ack() of transports in two steps. Raises a transport's error, or AckTimeout with the late."""
+        for index, transport in list(self._transports.items()):
+            if hasattr(transport, "send_weights_async") and hasattr(transport, "wait_ack"):
+                self._call(index, transport.wait_ack)
+        for index, error in sorted(self._errors.items()):
+            notes = [*getattr(error, "__notes__", ()), f"raised by the transport of worker {index}"]
+            error.__notes__ = notes  # add_note() is not in Python 3.10
+            raise error
+        self._outcome.check(self._what, self._version)
+
+    def _call(self, index: int, function: Callable[[], Any]) -> None:
+        try:
+            function()
+        except TimeoutError as error:
+            self._outcome.late.append(index)
+            self._outcome.notes.append(f"worker {index}: {error}" if str(error) else f"worker {index} timed out")
+            del self._transports[index]
+        except Exception as error:
+            self._errors[index] = error
+            del self._transports[index]
 
 
 class WeightSender(SchemeEnd):
@@ -28,7 +69,7 @@ class WeightSender(SchemeEnd):
 
     sends = True  # False: its workers keep the weights they came with
     takes_process = False  # can it see the death of a worker's process?
-    default_timeout = math.inf  # of a call without timeout=; without a deadline the transports' own time-outs count
+    default_timeout = math.inf  # of a call without timeout=: the transports' own time-outs count
 
     def __init__(self, scheme: Any) -> None:
         super().__init__(scheme)
@@ -43,7 +84,6 @@ class WeightSender(SchemeEnd):
         self._transports: dict[int, Any] = {}
         self._pending: Any = None  # what _post() gave a send_async()
         self._send_locks = SendLock()
-        self._call_states: dict[int, CallState] = {}  # of transports with blocking calls, by worker
 
     @property
     def _context(self) -> Any:
@@ -172,7 +212,8 @@ class WeightSender(SchemeEnd):
         Args:
             weights: a module, a TensorDict, a dict, a model id, or None for the context's model.
             worker_ids: None sends to all workers, an int to one, a list to several.
-            timeout: seconds for the whole call; None is the scheme's default.
+            timeout: seconds for the whole call; None is the scheme's default. Transports of a user's own are called
+                directly, so their own time-outs count.
 
         Returns:
             The version that the weights have now: it grows with every send.
@@ -239,14 +280,14 @@ class WeightSender(SchemeEnd):
             names.get(id(transport), position): transport
             for position, transport in enumerate(self._iterate_transports(workers))
         }
-        calls = Calls(self._call_states, transports, f"version {self._version} of {self._model_id!r}", self._version)
-        calls.send(self._model_id, prepared, deadline)
+        calls = TransportCalls(transports, f"version {self._version} of {self._model_id!r}", self._version)
+        calls.send(self._model_id, prepared)
         return calls
 
     def _collect(self, posted: Any, deadline: float) -> None:
         """Wait for every answer."""
         if posted:  # of a sender that sends nothing it is empty
-            posted.finish(deadline)
+            posted.finish()
 
     def _deadline(self, timeout: float | None) -> float:
         return deadline_after(timeout, self.default_timeout)

@@ -6,14 +6,13 @@ import multiprocessing
 import pytest
 
 from support.conformance.fleet import Crew
-from support.conformance.fleet_processes import DistributedWorld, RPCWorld, SocketWorld, WorldCrew
+from support.conformance.fleet_processes import DistributedWorld, RPCWorld, WorldCrew
 from support.conformance.fleet_ray import RayCrew
 from support.conformance.rigs import KINDS, rigs
 from support.conformance.table import NONE, SCHEMES
 from support.worker import fork_server
 
 REMOTE = {"ray": RayCrew, "rpc": lambda: WorldCrew(RPCWorld), "distributed": lambda: WorldCrew(DistributedWorld)}
-REMOTE["socket"] = lambda: WorldCrew(SocketWorld)
 
 
 def pytest_collection_modifyitems(items):

@@ -19,13 +19,8 @@ from .sender_end import Link
 WORDING = Wording("a worker applies at its next receive()")
 
 
-def gather(
-    links: Mapping[int, Link], tags: Mapping[int, Sequence[Tag]], deadline: float, *, any_word: bool = False
-) -> Outcome:
+def gather(links: Mapping[int, Link], tags: Mapping[int, Sequence[Tag]], deadline: float) -> Outcome:
     """Wait until every worker has answered each of its messages, is dead, or the deadline is there.
-
-    `any_word`: a pair that may be an answer in another word ends the wait for it; else only at the deadline, because it
-    may be a message of the worker's own.
 
     What is not answered by then is forgotten: its answer will be dropped. The slowest worker sets the time.
     """
@@ -47,15 +42,8 @@ def gather(
                 gone = not readable and link.dead  # before the last look: what it sent, it sent before it died
                 if not link.channel.closed:
                     link.end.pump()
-                if not _settled(outcome, index, link, tags[index], any_word=any_word):
-                    if (problem := link.end.foreign()) is not None:
-                        outcome.failed[index] = _protocol_failure(
-                            index,
-                            f"worker {index} has sent an answer that shmsync cannot read: {problem}. It was dropped, "
-                            "and the pipe stays usable; run the same version of shmsync on both sides, and let no "
-                            "other code write into this pipe",
-                        )
-                    elif gone or link.channel.ended:
+                if not _settled(outcome, index, link, tags[index]):
+                    if gone or link.channel.ended:
                         outcome.dead[index] = str(link)
                     else:
                         watch.renew(index, link)
@@ -64,8 +52,7 @@ def gather(
                 watch.drop(link)
             if waiting and time.monotonic() >= deadline:
                 for index, link in list(waiting.items()):
-                    # Another thread may have read the answer, and a pair that may be one counts as one now.
-                    if _settled(outcome, index, link, tags[index], any_word=True):
+                    if _settled(outcome, index, link, tags[index]):  # another thread may have read the answer
                         del waiting[index]
                     else:
                         outcome.notes += [f"worker {index}: {reason}" for reason in link.end.reasons(tags[index])]
@@ -78,7 +65,7 @@ def gather(
     return outcome
 
 
-def _settled(outcome: Outcome, index: int, link: Link, tags: Sequence[Tag], *, any_word: bool = False) -> bool:
+def _settled(outcome: Outcome, index: int, link: Link, tags: Sequence[Tag]) -> bool:
     """Put into `outcome` what is known of this worker; False: it may still answer."""
     end = link.end
     if all(end.answered(tag) for tag in tags):
@@ -87,8 +74,6 @@ def _settled(outcome: Outcome, index: int, link: Link, tags: Sequence[Tag], *, a
             outcome.failed[index] = failed[0]
         else:
             outcome.done.append(index)
-    elif any_word and (problem := end.ambiguous(tags)) is not None:
-        outcome.failed[index] = problem
     elif link.channel.garbage:
         outcome.failed[index] = _protocol_failure(
             index,

@@ -15,7 +15,6 @@ Untagged answers count for the oldest message without an answer.
 
 from __future__ import annotations
 
-import reprlib
 from typing import Any, NamedTuple, TypeGuard
 
 from ...engine.outcome import Failure
@@ -28,7 +27,6 @@ REGISTERED = "registered"
 FAILED = "failed"
 UNKNOWN = "no receiver"
 ANSWERS = (UPDATED, REGISTERED, FAILED)
-MESSAGES = (UPDATE, REGISTER)
 
 
 class Tag(NamedTuple):
@@ -94,26 +92,31 @@ def given_message(content: Any, model_id: str, worker: int | None) -> Message:
 
 def is_message(message: object) -> bool:
     """Is it one of ours, for a worker?"""
-    if not (is_answer_like(message) and isinstance(message, tuple) and message[1] in MESSAGES):
+    if not (_is_pair(message) and isinstance(message[1], str) and _is_pair(message[0])):
         return False
-    return _is_pair(message[0]) and isinstance(message[0][0], str)
+    (model_id, content), kind = message
+    if not isinstance(model_id, str) or (isinstance(message, Tagged) and not _is_signed(message)):
+        return False
+    if kind == REGISTER:
+        return isinstance(content, Handle)
+    return kind == UPDATE
 
 
-def wrong_with(message: Any) -> str | None:
-    """What makes a message that has the shape of one of ours, in either direction, none of them; None: nothing."""
+def is_answer(message: object) -> bool:
+    """Is it an answer of a worker? All other messages are those of the worker's program."""
+    if not (_is_pair(message) and isinstance(message[1], str)):
+        return False
     content, word = message
     if isinstance(message, Tagged):
-        if message.tag is not None and not is_tag(message.tag):
-            return f"{word!r} with the tag {reprlib.repr(message.tag)}, which is no (model id, version)"
-        if type(message.who) is not int and not (message.who is None and word == REGISTER):
-            return f"{word!r} from or for {reprlib.repr(message.who)}, which is not a valid sender id"
-        if word == UNKNOWN and not (_is_pair(content) and isinstance(content[1], tuple)):
-            return f"{word!r} about {reprlib.repr(content)}, which is no (model id, model ids)"
-    if isinstance(content, Failure) and not (content.tag is None or is_tag(content.tag)):
-        return f"{word!r} with the tag {reprlib.repr(content.tag)}, which is no (model id, version)"
-    if word == REGISTER and not (isinstance(content[0], str) and isinstance(content[1], Handle)):
-        return f"{word!r} with {reprlib.repr(content)}, which is no (model id, handle)"
-    return None
+        unknown = _is_pair(content) and isinstance(content[1], tuple)
+        return _is_signed(message) and word != FAILED and (word != UNKNOWN or unknown)
+    if word == FAILED:
+        return isinstance(content, Failure) and (content.tag is None or is_tag(content.tag))
+    return word in (UPDATED, REGISTERED) and (content is None or is_tag(content))
+
+
+def _is_signed(message: Tagged) -> bool:
+    return (message.tag is None or is_tag(message.tag)) and (message.who is None or type(message.who) is int)
 
 
 def is_tag(tag: object) -> bool:
@@ -123,13 +126,3 @@ def is_tag(tag: object) -> bool:
 
 def _is_pair(content: object) -> TypeGuard[tuple[Any, Any]]:
     return isinstance(content, tuple) and len(content) == 2
-
-
-def is_answer_from_us(message: object) -> bool:
-    """Does it claim to be an answer of this package's, as no message of a worker's own does by chance?"""
-    return is_answer_like(message) and (isinstance(message, Tagged) or isinstance(message[0], Failure))  # type: ignore[index]
-
-
-def is_answer_like(message: object) -> bool:
-    """Does it have the shape of an answer, whatever it says?"""
-    return _is_pair(message) and isinstance(message[1], str)

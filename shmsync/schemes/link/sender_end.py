@@ -1,8 +1,8 @@
 """The sender's end of a pipe: which messages have been sent, and what the worker answered.
 
-INV: an answer is for exactly one message. It names it by its tag. An untagged one is for the oldest of its kind, as
-long as the worker has not shown that it tags its answers: from then on an untagged pair is a message of the worker's
-program. An answer to a message that no send waits for is dropped, so it never counts for a later one.
+INV: an answer is for exactly one message. It names it by its tag; an untagged one is for the oldest of its kind. An
+answer to a message that no send waits for is dropped, so it never counts for a later one. All else that comes is a
+message of the worker's program.
 """
 
 from __future__ import annotations
@@ -35,12 +35,9 @@ class SenderEnd:
         self._awaited: dict[Tag, bool] = {}  # in the order in which they were sent; False: no send waits any more
         self._results: dict[Tag, Result] = {}
         self.highest: dict[str, int] = {}  # by model: the newest version that any sender sent over this pipe
-        self._tags = False  # has the worker shown that its answers carry tags?
-        self.reaches = False  # and that it can open what this process has?
+        self.reaches = False  # has the worker shown that it can open what this process has?
         self._in_arenas: dict[str, int] = {}  # the newest version of a model that is answered by (model, version)
-        self._ambiguous: dict[Tag, str] = {}  # pairs that may be a wrong answer of a loop that tags nothing
         self._reasons: dict[Tag, str] = {}  # why there will be no answer, in the worker's words
-        self._foreign: str | None = None  # what came that looks like an answer, and is none
         self._send_locks: dict[str, SendLock] = {}
         self.announcers: dict[str, object] = {}  # by model: the sign of the carrier that has announced weights last
 
@@ -86,16 +83,10 @@ class SenderEnd:
         """Stop waiting for an answer; it is dropped when it comes."""
         with self.lock:
             self._results.pop(tag, None)
-            self._ambiguous.pop(tag, None)
             if self._reasons.pop(tag, None) is not None:
                 self._awaited.pop(tag, None)  # the worker cannot answer it any more
             elif tag in self._awaited:
                 self._awaited[tag] = False
-
-    def foreign(self) -> str | None:
-        """What came that looks like an answer and is none of ours, once; None: nothing."""
-        found, self._foreign = self._foreign, None
-        return found
 
     def all_answered(self, model_id: str) -> bool:
         """Is every message of this model answered?"""
@@ -122,10 +113,6 @@ class SenderEnd:
         """The answer, once."""
         return self._results.pop(tag, None)
 
-    def ambiguous(self, tags: Iterable[Tag]) -> str | None:
-        """A pair that arrived while an answer to these messages was awaited, and may be one; None: there is none."""
-        return next((self._ambiguous[tag] for tag in tags if tag in self._ambiguous), None)
-
     def reasons(self, tags: Iterable[Tag]) -> set[str]:
         """The worker's reasons not to answer these messages."""
         return {self._reasons[tag] for tag in tags if tag in self._reasons}
@@ -150,50 +137,34 @@ class SenderEnd:
 
     def _sort(self, message: Any) -> None:
         channel, awaited = self.channel, self._awaited
-        reaches = self.reaches
-        strange, tags = True, self._tags  # strange: a message of the worker's own
-        data: Any = None
-        word, tag = "", None
+        data: Any
+        data, word = message if messages.is_answer(message) else (None, "")
+        tag: Tag | None = None
         result: Result = None
-        ambiguous: Tag | None = None
         reason: str | None = None
-        foreign = messages.wrong_with(message) if messages.is_answer_from_us(message) else None
-        if foreign is not None:
-            strange = False
-        elif messages.is_answer_like(message):
-            data, word = message
-            if isinstance(message, messages.Tagged):
-                tag, tags, strange, reaches = message.tag, True, False, reaches or message.reaches
-                if message.who:
-                    self._introduce(message.who)
-                if word == messages.UNKNOWN:
-                    known = ", ".join(map(repr, data[1])) or "no model"
-                    reason = f"it has no receiver for {data[0]!r}, only for {known}"
-                elif word not in messages.ANSWERS:
-                    strange, result = True, unexpected(word)  # its own, and the answer to this message
-                tag = self._oldest_of(word) if tag is None else tag
-            elif word == messages.FAILED and isinstance(data, Failure):
-                tag, result, strange = data.tag, data, False
-                tags = tags or tag is not None
-                tag = self._oldest_of(word) if tag is None else tag
-            elif word == messages.UPDATED and self._names_version(data):
-                tag, strange = Tag(*data), False
-            elif data is None and word in messages.ANSWERS and not tags:
-                tag, strange = self._oldest_of(word), False
-            elif not tags:
-                ambiguous = self.oldest()
+        reaches = self.reaches
+        own = not word  # a message of the worker's own
+        if isinstance(message, messages.Tagged) and word:
+            tag, reaches = message.tag or self._oldest_of(word), reaches or message.reaches
+            if message.who:
+                self._introduce(message.who)
+            if word == messages.UNKNOWN:
+                known = ", ".join(map(repr, data[1])) or "no model"
+                reason = f"it has no receiver for {data[0]!r}, only for {known}"
+            elif word not in messages.ANSWERS:
+                own, result = True, unexpected(word)  # its own, and the answer to this message
+        elif word == messages.FAILED:
+            tag, result = data.tag or self._oldest_of(word), data
+        elif data is not None and word == messages.UPDATED and self._names_version(data):
+            tag = Tag(*data)
+        elif data is None and word:
+            tag = self._oldest_of(word)
+        else:
+            own = True
         wanted = tag is not None and awaited.get(tag, False)
-        problem = unexpected(word) if word not in messages.ANSWERS else f"it answered {word!r} with unexpected data"
         # No call from here on: see Channel.peek().
-        self._tags = tags
         self.reaches = reaches
-        if tags and self._ambiguous:
-            self._ambiguous = {}  # they were messages of the worker's program
-        if ambiguous is not None and ambiguous not in self._ambiguous:
-            self._ambiguous[ambiguous] = problem
-        if foreign is not None:
-            self._foreign = foreign
-        elif strange:
+        if own:
             channel.pending += (message,)
         if tag is not None and tag in awaited:
             if reason is not None and wanted:
@@ -206,11 +177,11 @@ class SenderEnd:
 
     def _names_version(self, data: Any) -> bool:
         """Is it what names a version that was sent from here and lies in an arena?"""
-        return messages.is_tag(data) and data[1] <= self._in_arenas.get(data[0], 0)
+        return bool(data[1] <= self._in_arenas.get(data[0], 0))
 
     def forget_habits(self) -> None:
         """Another process may answer from now on, and in another way."""
-        self._tags = self.reaches = False
+        self.reaches = False
 
     def _introduce(self, owner: int) -> None:
         """The worker has named its process."""

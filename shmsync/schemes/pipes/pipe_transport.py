@@ -8,7 +8,7 @@ from typing import Any
 from ...engine.deadlines import deadline_after, timeout_or_default
 from ..link import messages
 from ..link.connection import Channel
-from ..link.gather import forget, gather
+from ..link.gather import gather
 from ..link.send_lock import SendLock, hold_all
 from ..link.sender_end import Link, unexpected
 from ..link.worker_end import WorkerEnd
@@ -69,12 +69,6 @@ class PipeTransport:
         else:
             self.check_ack(messages.UPDATED)
 
-    def forget_posted(self) -> None:
-        """Wait no more for what send_weights_async() has sent; the answers will be dropped."""
-        posted, self._posted = self._posted, deque()
-        for each in posted:
-            forget(each.links, each.tags)
-
     def check_ack(self, message: str = "updated") -> None:
         """Wait for the answer to the oldest weights that were sent, which should be `message`.
 
@@ -92,7 +86,7 @@ class PipeTransport:
                 "no send is pending; call send_weights_async() first. A wait that raised has given its answer up"
             )
         self._posted.clear()
-        outcome = gather({index: link}, {index: [tag]}, deadline, any_word=True)
+        outcome = gather({index: link}, {index: [tag]}, deadline)
         if message != messages.UPDATED and outcome.failed.get(index) == unexpected(message):
             link.channel.pending.pop()
             return

@@ -1,7 +1,7 @@
 """The schemes for several machines. Importing them needs none of the packages that they stand on.
 
 A scheme for another network derives from the classes in remote_scheme.py, remote_carrier.py, remote_transport.py and
-remote_requests.py: see docs/add-a-transport.md.
+remote_requests.py.
 """
 
 # "X as X" says that X is meant for others: schemes/__init__ shows it

@@ -17,7 +17,6 @@ from support.conformance.table import (
     PIPES,
     RAY_MODULE,
     SCHEMES,
-    SOCKET,
     in_processes,
     only,
     over_pipes,
@@ -26,7 +25,7 @@ from support.conformance.table import (
 from support.processes import alive, until
 
 # What a sender says of the dead is the same code for all schemes of several machines; how each finds out is not.
-of_each_kind = only(*PIPES, SOCKET[0], DISTRIBUTED[-1])
+of_each_kind = only(*PIPES, DISTRIBUTED[-1])
 quick = start_methods("forkserver", "fork")  # a spawned worker takes seconds to replace; see test_start_methods.py
 NAMES = r"(pid \d+|Ray: |RPC worker rank2|rank 2, pid \d+|127.0.0.1:\d+)"  # of a worker, by what its scheme knows of it
 LONG = 60.0  # seconds; a send that notices a death returns long before

@@ -64,11 +64,6 @@ class DistributedWorld(World):
         self.everybody(parts.join_group, "127.0.0.1", self.trainer.call(parts.host_store, "127.0.0.1"))
 
 
-class SocketWorld(World):
-    def connect(self):
-        self.addresses = [worker.call(remote_peers.serve_sockets) for worker in self.ranks]
-
-
 class WorldCrew:
     """A world of one kind, used by one test after the other: one takes seconds to start."""
 
@@ -164,15 +159,3 @@ class DistributedFleet(WorldFleet):
 
     def die_when_applied(self, index, note):
         self.workers[index].start(remote_peers.die_at_answer, note)
-
-
-class SocketFleet(WorldFleet):
-    called = True
-
-    def given(self, model_id):
-        addresses = [self.world.addresses[rank] for rank in self.ranks]
-        return {"addresses": partial(remote_trainer.addresses, addresses, model_id)}
-
-    def register(self, sender, index):
-        address = self.world.addresses[self.ranks[index]]
-        self.world.trainer.call(remote_trainer.change_address, sender.model_id, index, address)

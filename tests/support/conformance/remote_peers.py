@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-from shmsync.examples.socket_transport import serve as serve_weights
 from torch import distributed
 from torch.distributed import rpc
 
@@ -127,12 +125,6 @@ def join_rpc(state, rank, size, path):
     Collector.state = state
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}", rpc_timeout=60)
     rpc.init_rpc(f"rank{rank}", rank=rank, world_size=size, rpc_backend_options=options)
-
-
-def serve_sockets(state):
-    """The address of this process."""
-    state.using = threading.Lock()
-    return serve_weights(partial(take_weights, state))
 
 
 def begin_rank(state, index, rank, number):

@@ -53,16 +53,6 @@ def change_roster(state, model_id, index, rank):
     state.rrefs[model_id][index] = _collector(rank, model_id)
 
 
-def addresses(given, model_id, state):
-    state.addresses = vars(state).get("addresses", {})
-    state.addresses[model_id] = given
-    return given
-
-
-def change_address(state, model_id, index, address):
-    state.addresses[model_id][index] = address
-
-
 def store(number, state):
     return distributed.PrefixStore(f"test{number}", state.store)
 

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
-from shmsync.examples.socket_transport import SocketWeightSyncScheme
 from torch import distributed
 
 from shmsync.schemes import (
@@ -21,7 +20,7 @@ from shmsync.schemes import (
     SharedMemWeightSyncScheme,
 )
 from support.conformance.fleet import PipeFleet
-from support.conformance.fleet_processes import DistributedFleet, RPCFleet, SocketFleet
+from support.conformance.fleet_processes import DistributedFleet, RPCFleet
 from support.conformance.fleet_ray import RayFleet, RayModuleFleet
 
 ALONE = {"groups": [[0], [1], [2]]}  # three workers, none of which shares anything with another
@@ -71,10 +70,6 @@ def a_rank() -> Ends:
     store = distributed.HashStore()
     sender, worker = {"store": store, "ranks": [1]}, {"store": store, "rank": 1}
     return Ends(sender, worker, (store, 1), "ranks", "give ranks= or num_workers", lambda: False)
-
-
-def an_address() -> Ends:
-    return Ends({"addresses": [None]}, {}, None, "addresses", "addresses must be given")
 
 
 class Entry(NamedTuple):
@@ -130,9 +125,8 @@ RAY_MODULE, *_ = remote("ray-module", RayModuleFleet, partial(an_actor, "actors"
 # its receive(), so there it is another, as tests look at its neighbours while they hold one.
 RPC = remote("rpc", RPCFleet, an_rpc_worker, RPCWeightSyncScheme, relay=(None, "b", "b"))
 DISTRIBUTED = remote("distributed", DistributedFleet, a_rank, DistributedWeightSyncScheme, relay=("b", "b", None))
-SOCKET = remote("socket", SocketFleet, an_address, SocketWeightSyncScheme, relay=("b", "b", None))  # an example
 
-SCHEMES = [*PIPES, *RAY, RAY_MODULE, *RPC, *DISTRIBUTED, *SOCKET]
+SCHEMES = [*PIPES, *RAY, RAY_MODULE, *RPC, *DISTRIBUTED]
 
 
 def only(*entries: Entry) -> Any:
@@ -147,7 +141,7 @@ remotely = only(*SCHEMES[len(PIPES) :])
 def start_methods(*names: str) -> Any:
     """A mark: where workers are started by multiprocessing, these start methods will do, as the test kills many or
     depends on nothing else."""
-    return pytest.mark.parametrize("crew", [*names, "ray", "rpc", "distributed", "socket"], indirect=True)
+    return pytest.mark.parametrize("crew", [*names, "ray", "rpc", "distributed"], indirect=True)
 
 
 in_processes = start_methods("forkserver")  # a mark: any start method will do
