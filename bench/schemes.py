@@ -10,7 +10,7 @@ memcpy of the bytes take turns in one run, each library in its own trainer proce
 compute. Only the ratios mean anything.
 
 "alias" means that the trainer's own parameters are the shared memory, so that nothing is copied: what TorchRL's schemes
-do on the CPU to the module that they are given, and alias=True in shmsync. Its floor is the bare ping-pong.
+do on the CPU to the module that they are given.
 
 After each row checksums prove that every worker has the weights of the last send, and the trainer its own.
 """

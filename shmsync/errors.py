@@ -89,7 +89,6 @@ class ManifestMismatch(ShmSyncError, ValueError):
     """Keys, shapes, dtypes or devices differ; the message lists every problem, and nothing was written."""
 
 
-
 class DataMismatch(ManifestMismatch):
     """What an environment or a policy of a collector gave does not fit its space; it is not about weights."""
 

@@ -15,11 +15,11 @@ from common.trainer import Trainer
 
 from sends.contest import CONTEXT, Contestant, trainer
 
-OURS, ALIAS, PIPE = "shmsync SharedMem", "shmsync SharedMem, alias", "shmsync MultiProcess"
+OURS, PIPE = "shmsync SharedMem", "shmsync MultiProcess"
 TORCHRL, TORCHRL_ALIAS = "TorchRL SharedMem", "TorchRL SharedMem, alias"
 TORCHRL_PIPE, TORCHRL_PIPE_ALIAS = "TorchRL MultiProcess", "TorchRL MultiProcess, alias"
 QUEUES, RAY = "a queue for each worker", "Ray's object store"  # of the README's chart
-FLOOR, BARE = "ping-pong + memcpy", "ping-pong"
+FLOOR = "ping-pong + memcpy"
 CONTESTANTS = {
     FLOOR: "baselines.ping_pong:PingPongAndCopy",
     OURS: "sends.shmsync_sessions:SharedMem",
@@ -27,15 +27,13 @@ CONTESTANTS = {
     PIPE: "sends.shmsync_sessions:MultiProcess",
     TORCHRL_PIPE: "baselines.torchrl_schemes:MultiProcess",
     TORCHRL_PIPE_ALIAS: "baselines.torchrl_schemes:MultiProcessAlias",
-    BARE: "baselines.ping_pong:PingPong",
-    ALIAS: "sends.shmsync_sessions:SharedMemAlias",
     TORCHRL_ALIAS: "baselines.torchrl_schemes:SharedMemAlias",
     QUEUES: "baselines.queues:Queues",
     RAY: "baselines.ray_store:RayStore",
 }
-FLOORS = ((OURS, FLOOR), (ALIAS, BARE))
+FLOORS = ((OURS, FLOOR),)
 PEERS = (
-    (OURS, TORCHRL), (OURS, TORCHRL_ALIAS), (ALIAS, TORCHRL_ALIAS), (PIPE, TORCHRL_PIPE), (PIPE, TORCHRL_PIPE_ALIAS),
+    (OURS, TORCHRL), (OURS, TORCHRL_ALIAS), (PIPE, TORCHRL_PIPE), (PIPE, TORCHRL_PIPE_ALIAS),
     (OURS, QUEUES), (OURS, RAY),
 )  # fmt: skip
 TURN = 0.05  # seconds
@@ -48,7 +46,7 @@ CELLS = [  # the most telling first: the time may not be enough for all
 
 
 def rows(clock: Clock) -> Iterator[Row]:
-    names = [FLOOR, OURS, PIPE, BARE, ALIAS]
+    names = [FLOOR, OURS, PIPE]
     if installed("torchrl"):
         names += [TORCHRL, TORCHRL_PIPE, QUEUES]
     else:

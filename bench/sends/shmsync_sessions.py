@@ -40,11 +40,6 @@ class SharedMem:
         self.scheme.shutdown()
 
 
-class SharedMemAlias(SharedMem):
-    def make(self) -> Any:
-        return SharedMemWeightSyncScheme(timeout=60, alias=True)
-
-
 class MultiProcess(SharedMem):
     def make(self) -> Any:
         return MultiProcessWeightSyncScheme(timeout=60)

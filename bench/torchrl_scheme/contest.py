@@ -2,7 +2,7 @@
 
     python bench/torchrl.py                      every policy, with 2, 4 and 8 workers: half an hour
     python bench/torchrl.py --quick              4 workers, shmsync and TorchRL's SharedMem only, less than two minutes
-    python bench/torchrl.py --contestants alias SharedMem --workers 2
+    python bench/torchrl.py --contestants shmsync SharedMem --workers 2
     python bench/torchrl.py --out DIR            where torchrl.json and torchrl.md go (default ./bench-results)
 
 The contestants are schemes, each in its own trainer process, with the same policy, environment (CartPole-v1) and
@@ -15,7 +15,7 @@ every 10 ms an update of a MultiAsyncCollector which fills a replay buffer (star
 
 The weights are the "own" of the collector's policy, changed in place, or those of a separate "learner", given as a
 TensorDict. On the CPU TorchRL makes the own policy's parameters shared memory: there its update copies nothing, and
-workers see every write at once. alias=True does the same. "none" is the collector without any update.
+workers see every write at once.  "none" is the collector without any update.
 
 torn        frames whose policy call saw weights change, or half written.
 version     frames whose ("next", "policy_version"), and whose root "policy_version", is not that of their weights.
@@ -45,12 +45,11 @@ from common.row import Row
 from common.trainer import Trainer, why
 
 from torchrl_scheme import rows
-from torchrl_scheme.rows import ALIAS, LEARNER, NONE, OURS, OWN, THEIRS
+from torchrl_scheme.rows import LEARNER, NONE, OURS, OWN, THEIRS
 
 SHMSYNC = "shmsync.integrations.torchrl:ShmWeightSyncScheme"
 CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
     OURS: (SHMSYNC, {"timeout": 30.0}),
-    ALIAS: (SHMSYNC, {"timeout": 30.0, "alias": True}),
     "shmsync, 2 slots": (SHMSYNC, {"timeout": 30.0, "slots": 2}),
     THEIRS: ("torchrl.weight_update:SharedMemWeightSyncScheme", {}),
     "TorchRL MultiProcess": ("torchrl.weight_update:MultiProcessWeightSyncScheme", {}),

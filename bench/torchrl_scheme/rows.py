@@ -10,7 +10,7 @@ from typing import Any
 from common.measure import percentiles, rate
 from common.row import FAILED, OK, Pair, Row, times
 
-OURS, ALIAS, THEIRS = "shmsync", "shmsync, alias", "TorchRL SharedMem"
+OURS, THEIRS = "shmsync", "TorchRL SharedMem"
 OWN, LEARNER, NONE = "own", "learner", "none"  # whose weights updates send; none: there are no updates
 AIMS = {"CartPole, 5k": "0.2 x", "200 tensors": "0.05 x"}  # of an update with idle workers, by how its policy begins
 Samples = dict[str, list[float]]  # of each contestant, in seconds

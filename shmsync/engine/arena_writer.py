@@ -173,15 +173,7 @@ class ArenaWriter:
             step_inside_update(optimizers, publisher, side)
             load_inside_update(publisher, side)
 
-    @run_plainly
-    def share(self, module: nn.Module) -> None:
-        """As adopt(), but the module may be written at any time, and readers see it at once: alias=True of schemes."""
-        side = self.side
-        with side.lock:
-            side.ready(deadline_after(None, side.timeout))
-            self._adopt(module, [], protected=False)
-
-    def _adopt(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], protected: bool = True) -> None:
+    def _adopt(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         side = self.side
         plan = self.plans.make(module)
         if not plan.whole:
@@ -189,7 +181,7 @@ class ArenaWriter:
                 f"the module to adopt lacks {', '.join(leaf.name for leaf in plan.lacking)}, which arena {side.name!r} "
                 "has; pass the module that was published, or make a new Publisher for this one"
             )
-        adoption = Adoption(module, plan.tensors, self.arena, side.name, self._filter, optimizers, protected)
+        adoption = Adoption(module, plan.tensors, self.arena, side.name, self._filter, optimizers)
         adoption.check_optimizers(optimizers)
         deadline = deadline_after(None, side.timeout)
         if self._differs(plan.tensors):

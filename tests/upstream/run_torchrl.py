@@ -29,7 +29,6 @@ from shmsync.integrations.torchrl import ShmWeightSyncScheme
 
 SELECTED = [
     "test/test_collectors.py::TestMakePolicyFactory",
-    "test/test_collectors.py::TestCollectorGeneric::test_update_weights",
     "test/test_collectors.py::TestCollectorGeneric::test_update_weights_shared_mem",
     "test/test_collectors.py::TestUpdateParams",
     "test/test_collectors.py::TestPolicyVersion",
@@ -40,8 +39,6 @@ SELECTED = [
     "test/collectors/test_evaluator.py::TestEvaluatorWeightsDict",
     "test/test_inference_server.py::TestWeightSyncIntegration",
 ]
-# These rely on the trainer's tensors being the workers' before any update.
-ALIASED = {"TestCollectorGeneric::test_update_weights"}
 
 # Skipped on machines with one device, where there is nothing to cast; but weights are sent all the same.
 NO_REASON = {"No casting if no cuda"}
@@ -68,17 +65,6 @@ class Swap:
                 item.module._SimpleWeightSync = Pushed
             for node in item.listchain():
                 node.own_markers = [mark for mark in node.own_markers if mark.kwargs.get("reason") not in NO_REASON]
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item):
-        defaults = ShmWeightSyncScheme.__init__.__kwdefaults__
-        aliased = any(f"::{name}[" in item.nodeid for name in ALIASED)
-        defaults["alias"] = aliased
-        try:
-            return (yield)
-        finally:
-            defaults["alias"] = False
-
 
 class Pushed:
     """What TestWeightSyncIntegration pushes weights through: a scheme in the trainer, and a server's copy of it."""

@@ -37,19 +37,16 @@ def parts_of(
     name: str,
     filter: Filter,
     optimizers: Iterable[torch.optim.Optimizer],
-    protected: bool,
 ) -> Parts:
     """The module as it is now, and these optimizers of it.
 
-    Raises ManifestMismatch if it does not fit the arena, and for one that is to be `protected` ProtocolError for an
-    embedding that writes in its forward.
+    Raises ManifestMismatch if it does not fit the arena, ProtocolError for an embedding that writes in its forward.
     """
-    if protected:
-        refuse_max_norm(
-            module,
-            "but adopted weights are read-only outside update(). Build it without max_norm, and normalise the weight "
-            "inside update(); or publish() the module instead of adopting it",
-        )
+    refuse_max_norm(
+        module,
+        "but adopted weights are read-only outside update(). Build it without max_norm, and normalise the weight "
+        "inside update(); or publish() the module instead of adopting it",
+    )
     collected = collect(module, filter, arena.manifest)
     names = second_names(collected.tensors, arena.manifest.by_key)
     second = {key for key, first in names.items() if collected.tensors[key] is collected.tensors[first]}

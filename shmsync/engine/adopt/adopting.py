@@ -47,7 +47,6 @@ class Adoption:
         arena, name: whose only slot becomes its memory.
         filter: which of its leaves the arena has.
         optimizers: that step it inside update().
-        protected: it is written inside update() only.
 
     Raises ManifestMismatch for a module, ValueError for an optimizer, ProtocolError for a use of them that does not
     allow it.
@@ -61,10 +60,8 @@ class Adoption:
         name: str,
         filter: Filter,
         optimizers: Iterable[torch.optim.Optimizer] = (),
-        protected: bool = True,
     ) -> None:
         self.module = module
-        self._protected = protected
         self.gates: list[StepGate] = []
         self._arena, self.name, self._filter = arena, name, filter
         self._views = arena.views(0, writable=True)
@@ -79,7 +76,7 @@ class Adoption:
         self._loading: list[AdoptedLoading] = []
         self._refuse_shared(tensors)
         # As the module is now, with these optimizers of it.
-        self._parts = functools.partial(parts_of, module, arena, name, filter, protected=protected)
+        self._parts = functools.partial(parts_of, module, arena, name, filter)
         self._pending = self._parts(optimizers)
 
     def move_in(self, writer: _native.Writer) -> None:
@@ -89,7 +86,7 @@ class Adoption:
         opens the pages before it writes, and closes them in commit(): native/src/publication.cpp. A device's memory has
         no such protection.
         """
-        if self._protected and self._arena.on_device is None:
+        if self._arena.on_device is None:
             address = self._arena.slot_address(0)
             _native.faults_of_adopted(address)
             size = -(-self._arena.manifest.used_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -268,9 +265,8 @@ class Adoption:
         watched = self.buffers.remember(parts)
         if watched is not None:
             self._seen = _native.Sources(watched, [(tensor, 0, 0) for tensor in self._placed.values()])
-        if self._protected:
-            for child, name in unguarded_loads(modules_in(self.module)):
-                self._loading.append(AdoptedLoading(child, name, self))
+        for child, name in unguarded_loads(modules_in(self.module)):
+            self._loading.append(AdoptedLoading(child, name, self))
         return left
 
     def restore(self, writer: _native.Writer) -> None:

@@ -44,8 +44,6 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         slots: 1: an update waits for forwards that are under way, and forwards for the copy. 2 or more: neither
             waits, for that much more memory.
         timeout: of an update, in seconds; math.inf waits without limit, None is 10.
-        alias: make the trainer's own parameters the shared memory: workers see every write to them at once, torn or
-            not, as with TorchRL's scheme on a CPU. Updates then copy nothing.
         dtype: floating weights are cast to it before workers see them, for workers whose policies have that dtype; a
             mapping of glob patterns on dotted keys to dtypes casts those that match. Without it weights of another
             dtype than the policy's are refused.
@@ -67,21 +65,17 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         *,
         slots: int = 1,
         timeout: float | None = None,
-        alias: bool = False,
         dtype: Dtypes = None,
         device: DeviceChoice = None,
         strict: bool = True,
     ) -> None:
         super().__init__(strategy)
-        self._devices = checked_devices(
-            device, strict=strict, dtype=dtype, alias=alias, slots=slots, apart=per_worker_weights
-        )
+        self._devices = checked_devices(device, strict=strict, dtype=dtype)
         self.device = device
         self.sync = sync
         self.per_worker_weights = per_worker_weights
         self.slots = slots
         self.timeout = timeout_or_default(timeout)
-        self.alias = alias
         self.dtype = dtype
         self.strict = strict
         self._invitation: tuple[str, dict[int, str]] | None = None  # the trainer's address, arena names by worker
@@ -156,7 +150,6 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             first.sources,
             apart=first.apart or self.per_worker_weights,
             options={"slots": self.slots, "timeout": self.timeout},
-            alias=self.alias,
             dtype=self.dtype,
             strict=self.strict,
             places=places,

@@ -49,7 +49,6 @@ class ArenaOptions(NamedTuple):
     slots: int
     timeout: float
     groups: Sequence[Sequence[int]] | None = None
-    alias: bool = False
     partial: bool = False
     dtype: Dtypes = None
     device: DeviceChoice | WorkerDevices = None
@@ -91,11 +90,6 @@ class Publishers:
     def _take(self, devices: WorkerDevices) -> None:
         """Workers of one group that are on one device share an arena."""
         places = devices.distinct
-        if self.options.alias and len(places) > 1:
-            raise ValueError(
-                f"alias=True is one storage for all workers, but they are on {' and '.join(places)}; give one device, "
-                "or leave alias= out"
-            )
         listed = None if self._groups is None else {w: number for number, g in enumerate(self._groups) for w in g}
         if listed is None and len(places) < 2:
             self._group_of, self._device_of = None, {ALL: places[0] if places else None}
@@ -199,23 +193,16 @@ class Publishers:
     def _make(
         self, source: Weights, readers: int, version: int, device: str | None, known: Publisher | None
     ) -> Publisher:
-        if self.options.alias and not isinstance(source, nn.Module):
-            raise ValueError(
-                f"alias=True makes a module's own parameters the shared memory, but the first weights are a "
-                f"{type(source).__name__}; send the module itself"
-            )
         publisher = Publisher(
             source,
             slots=self.options.slots,
             max_readers=max(64, 2 * readers),
-            device="same" if device is None and self.options.alias else device,
+            device=device,
             dtype=self._dtype_for(source, known),
             include=["*"] if self.options.partial else None,  # a worker's module may have other leaves besides
             timeout=self.options.timeout,
         )
         try:
-            if self.options.alias:
-                writer_of(publisher).share(source)  # type: ignore[arg-type]
             if not isinstance(source, nn.Module):
                 writer_of(publisher).forget_source()  # a relay's weights are a buffer that comes and goes
             if version > 1:  # the model's other groups have come that far

@@ -28,7 +28,7 @@ from .pipe_sender import PipeSender
 from .pipe_transport import PipeTransport
 from .shared_carrier import SharedMemCarrier
 
-_OPTIONS = ("slots", "consistency", "groups", "timeout", "alias", "partial", "dtype")  # of a transport
+_OPTIONS = ("slots", "consistency", "groups", "timeout", "partial", "dtype")  # of a transport
 
 
 class SharedMemTransport(PipeTransport):
@@ -48,7 +48,6 @@ class SharedMemTransport(PipeTransport):
         consistency: Consistency = "pinned",
         groups: Sequence[Sequence[int]] | None = None,
         timeout: float | None = None,
-        alias: bool = False,
         partial: bool = False,
         dtype: Dtypes = None,
         device: DeviceChoice | WorkerDevices = None,
@@ -58,7 +57,6 @@ class SharedMemTransport(PipeTransport):
             slots=slots,
             timeout=timeout,
             groups=groups,
-            alias=alias,
             partial=partial,
             dtype=dtype,
             device=device,
@@ -130,8 +128,6 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         groups: worker indices that share an arena, such as [[0, 1], [2, 3]]; None: all share one. A send goes to whole
             groups.
         timeout: default of a send, in seconds; math.inf waits without limit, None is 10.
-        alias: adopt the first module that is sent, unprotected: the trainer's own parameters become the shared
-            memory, and workers see every step of an optimizer as it happens.
         device: where the weights lie: "cpu", as with None, or a device that all workers see, as "cuda:0". A list or
             tuple names the device of each worker, None for the host's memory: each device has one arena, which all
             workers on it share. A worker's module on another device gets a private copy of each version.
@@ -153,7 +149,6 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         consistency: Consistency = "pinned",
         groups: Sequence[Sequence[int]] | None = None,
         timeout: float | None = None,
-        alias: bool = False,
         partial: bool = False,
         dtype: Dtypes = None,
         device: DeviceChoice = None,
@@ -165,7 +160,6 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         self.consistency: Consistency = consistency
         self.groups = groups
         self.timeout = timeout_or_default(timeout)
-        self.alias = alias
         self.device = device
         self._devices = WorkerDevices(device)
         self._transport = self.make_transport()

@@ -58,15 +58,6 @@ def test_the_plain_tensordict_follows_sends_to_single_groups(fleet):
     assert fleet.stamps() == [5] * 3
 
 
-def test_an_aliased_module_reaches_the_plain_tensordict(fleet):
-    module, plain = Stamped(1), shared(Stamped(0))
-    sender = fleet.open(alias=True)
-    sender.carrier.plain["policy"] = plain  # registered weights and alias=True exclude each other at the first send
-    for value in (2, 3, 4):
-        sender.send(stamp(module, value))
-        assert numbers(plain) == {float(value)}
-
-
 def test_cast_weights_arrive_as_they_are_sent(fleet):
     plain = shared(Brief(0))
     sender = fleet.open("policy", Brief, policy_weights={"policy": plain}, dtype=torch.bfloat16)

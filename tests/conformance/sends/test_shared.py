@@ -1,4 +1,4 @@
-"""What SharedMemWeightSyncScheme does beyond the others: arenas, registration, groups, aliasing."""
+"""What SharedMemWeightSyncScheme does beyond the others: arenas, registration, groups."""
 
 import gc
 import os
@@ -13,7 +13,7 @@ from shmsync.errors import ManifestMismatch, ReaderStalled
 from shmsync.schemes import SharedMemTransport, SharedMemWeightSyncScheme
 from support.conformance import peers
 from support.conformance.contexts import Caching
-from support.conformance.nets import Slow, Stamped, numbers, shared, stamp
+from support.conformance.nets import Slow, Stamped, numbers, shared
 from support.conformance.table import SHM
 
 
@@ -181,24 +181,6 @@ def test_weights_do_not_change_during_a_forward(fleet):
     fleet.release(0)
     sender.send(Slow(3))
     assert fleet.stamps() == [3, 3, 3]
-
-
-def test_alias_makes_the_trainers_parameters_the_shared_memory(fleet):
-    net = Stamped(1)
-    sender = fleet.open(alias=True)
-    sender.send(net)
-    with torch.no_grad():
-        net.layer.weight.fill_(9)  # an optimizer's step
-    assert [worker.call(peers.weight) for worker in fleet.workers] == [9.0] * 3
-    stamp(net, 2)
-    sender.send(net)
-    assert fleet.stamps() == [2, 2, 2]
-
-
-def test_alias_of_something_else_than_a_module_is_a_value_error(fleet):
-    with pytest.raises(ValueError, match="send the module itself"):
-        fleet.open(alias=True).send(Stamped(1).state_dict())
-    assert arenas() == []
 
 
 # ---- the end

@@ -58,8 +58,3 @@ def test_workers_in_another_dtype_get_cast_values(pair, dtype, slots):
 def test_a_dtype_that_is_none_is_refused(dtype):
     with pytest.raises((TypeError, ValueError), match="dtype="):
         ShmWeightSyncScheme(dtype=dtype)
-
-
-def test_what_is_shared_cannot_be_cast():
-    with pytest.raises(ValueError, match="alias=True.*dtype="):
-        ShmWeightSyncScheme(alias=True, dtype=torch.bfloat16)

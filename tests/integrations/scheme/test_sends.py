@@ -105,14 +105,3 @@ def test_a_failure_nobody_waited_for_raises_at_the_next_update(pair):
             both.sender.send(filled(model, 3))
             time.sleep(0.01)
     both.sender.send(filled(model, 4))
-
-
-def test_alias_shares_the_trainers_own_tensors(pair):
-    model = filled(net(), 1)
-    both = pair(model, alias=True)
-    with torch.no_grad():
-        model[0].weight.fill_(4)
-    assert [w.mean().item() for w in both.weights("0.weight")] == [4, 4]
-    both.sender.send()
-    with pytest.raises(ValueError, match="alias"):
-        both.sender.send(model, worker_ids=[0])

@@ -120,8 +120,8 @@ class Held:
 
     def __init__(self, publisher, module, how, slots=1):
         self.module, self.how = module, how
-        if how == "scheme" or how == "scheme, alias":
-            self.publishers = Publishers(ArenaOptions(slots, timeout=5.0, alias=how == "scheme, alias"))
+        if how == "scheme":
+            self.publishers = Publishers(ArenaOptions(slots, timeout=5.0))
             self.publishers.plan("policy", module, [0], 1, 1).accept()
             self.pub = self.publishers.publisher("policy", 0)
             return
@@ -150,5 +150,4 @@ class Held:
 
 HOLDS = [
     "source", "itself", "adopted, source", "adopted, itself", "adopted, update", "adopted, step", "scheme",
-    "scheme, alias",
 ]  # fmt: skip

@@ -168,16 +168,3 @@ def test_a_registered_tensordict_shows_what_was_sent(open_rig, found, own):
         assert rig.stamps() == [value] * 2
         assert all((leaf == value).all() for leaf in plain.values(True, True))
     assert found[-1] is not None
-
-
-def test_an_aliased_module_and_a_tensordict(open_rig, found):
-    rig = open_rig(alias=True)
-    module = Stamped(1)
-    send(rig, module)
-    for value in (2, 3):
-        send(rig, tensordict(value))
-        assert rig.stamps() == [value] * 2
-    assert found[-1] is None  # the arena is the module
-    nn.init.constant_(module.layer.weight, 5)
-    send(rig, module)
-    assert rig.nets[0].layer.weight.min() == 5

@@ -152,11 +152,6 @@ def test_devices_said_where_the_workers_are_known(two, team):
     contrary.shutdown()
 
 
-def test_one_storage_for_all_cannot_be_on_two_devices(two):
-    with pytest.raises(ValueError, match=r"alias=True is one storage.* on simulated:0 and cpu"):
-        SharedMemWeightSyncScheme(device=["simulated:0", None], alias=True)
-
-
 def test_weights_that_travel_come_from_any_device_in_order(two, team):
     device = two["simulated:0"]
     made = team(MultiProcessWeightSyncScheme, [None, None], device=[None, "cpu"])

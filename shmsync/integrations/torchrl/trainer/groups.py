@@ -100,7 +100,6 @@ class Groups:
         apart: give each worker its own arena in any case.
         options: of each Publisher: slots, timeout.
         dtype: of the first arenas; later ones cast as the arena that they are copied from.
-        alias: the one source is a module whose parameters become the shared memory (Publisher.adopt), where it is.
         strict: refuse weights that the arena has no leaf for; else they are left out.
         places: by worker, the device on which its arena lies.
 
@@ -113,16 +112,15 @@ class Groups:
         *,
         apart: bool,
         options: Mapping[str, Any],
-        alias: bool = False,
         dtype: Dtypes = None,
         strict: bool = True,
         places: Mapping[int, str],
     ) -> None:
         self._options = {**options, "max_readers": max(64, 2 * len(sources))}
-        self._alias, self._dtype, self._strict = alias, dtype, strict
+        self._dtype, self._strict = dtype, strict
         planned: dict[Any, tuple[str, list[int], str]] = {}  # name, workers, device
         for worker, source in sources.items():
-            place = "same" if alias else places[worker]
+            place = places[worker]
             key = worker if apart else (id(source), place)
             planned.setdefault(key, (new_name(), [], place))[1].append(worker)
         self._planned = list(planned.values())
@@ -145,23 +143,10 @@ class Groups:
             return
         members = []
         for name, workers, place in self._planned:
-            source = weights_of(workers[0])
-            tensors, states = extra_state.separate(source)
-            if self._alias and not isinstance(source, nn.Module):
-                raise ValueError(
-                    f"alias=True makes a module's own parameters the shared memory, but the first weights are a "
-                    f"{type(source).__name__}; initialise the scheme with model="
-                )
-            if self._alias and states:
-                raise ValueError(
-                    "alias=True cannot share what get_extra_state() returns, which is no tensor; make the scheme "
-                    "without alias="
-                )
+            tensors, states = extra_state.separate(weights_of(workers[0]))
             first = tensors if states is None else extra_state.together(tensors, states)
             group = self._make(first, name, place, self._dtype, workers)
             members.append(Membership(group, frozenset(workers)))
-            if self._alias:
-                group.writer.share(source)
         self._members = tuple(members)
 
     def weights(self) -> Any:
@@ -231,11 +216,6 @@ class Groups:
         return (*members, *fresh)
 
     def _branch(self, group: Group, workers: frozenset[int], states: extra_state.States | None) -> Group:
-        if self._alias:
-            raise ValueError(
-                f"alias=True is one storage for all workers, so workers {sorted(workers)} alone cannot get weights of "
-                "their own; send to all workers, or make the scheme without alias="
-            )
         current: Any = group.publisher.weights
         if states is not None:
             current = current if group.room is None else current.exclude(extra_state.LEAF)

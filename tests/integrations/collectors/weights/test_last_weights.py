@@ -206,14 +206,6 @@ def test_an_update_that_changes_nothing_counts_as_one(collector):
     assert next(iter(collecting))["policy_version"].unique().tolist() == [4]
 
 
-def test_with_alias_the_policy_has_what_was_sent(collector):
-    policy = Tagged()
-    collecting = collector(policy, scheme=ShmWeightSyncScheme(alias=True))
-    collecting.update_policy_weights_(Tagged(5))
-    collecting.update_policy_weights_()
-    assert tags(collecting) == [5, 5] and policy.layers[0].tolist() == [5] * 4
-
-
 def test_a_collector_of_one_process(collector):
     policy, critic = Tagged(), Critic(1)
     schemes = {"policy": ShmWeightSyncScheme(), "env.critic": ShmWeightSyncScheme()}
