@@ -1,4 +1,4 @@
-"""Workers of every start method, and the schemes that the suite runs over."""
+"""Workers, and the schemes that the suite runs over."""
 
 import contextlib
 import multiprocessing
@@ -9,44 +9,41 @@ from support.conformance.fleet import Crew
 from support.conformance.fleet_processes import DistributedWorld, RPCWorld, WorldCrew
 from support.conformance.fleet_ray import RayCrew
 from support.conformance.rigs import KINDS, rigs
-from support.conformance.table import NONE, SCHEMES
+from support.conformance.table import DISTRIBUTED, NONE, PIPES, RAY, RAY_MODULE, RPC
 from support.worker import fork_server
 
-REMOTE = {"ray": RayCrew, "rpc": lambda: WorldCrew(RPCWorld), "distributed": lambda: WorldCrew(DistributedWorld)}
+CREWS = {
+    "forkserver": lambda: Crew(fork_server()),
+    "ray": RayCrew,
+    "rpc": lambda: WorldCrew(RPCWorld),
+    "distributed": lambda: WorldCrew(DistributedWorld),
+}
 
 
-def pytest_collection_modifyitems(items):
-    items[:] = [item for item in items if fits(item)]
+@pytest.fixture(scope="session")
+def crews():
+    """crews(kind) -> idle workers of this kind, which one test after the other uses."""
+    made = {}
 
+    def crew(kind):
+        if kind not in made:
+            made[kind] = CREWS[kind]()
+        return made[kind]
 
-def fits(item):
-    """Does this scheme run over this kind of workers?"""
-    given = item.callspec.params if hasattr(item, "callspec") else {}
-    return not given.keys() >= {"entry", "crew"} or given["crew"] in given["entry"].crews
-
-
-@pytest.fixture(scope="session", params=["forkserver", "fork", "spawn", *REMOTE])
-def crew(request):
-    """Idle workers of one kind: processes by start method (see start_methods() in table.py), or a remote kind."""
-    if request.param in REMOTE:
-        crew = REMOTE[request.param]()
-        yield crew
-        crew.close()
-        return
-    crew = Crew(fork_server() if request.param == "forkserver" else multiprocessing.get_context(request.param))
     yield crew
-    crew.close()
+    for each in made.values():
+        each.close()
 
 
-@pytest.fixture(params=SCHEMES, ids=lambda entry: entry.name)
+@pytest.fixture(params=PIPES, ids=lambda entry: entry.name)
 def entry(request):
-    """Each scheme that sends."""
+    """The schemes of one machine."""
     return request.param
 
 
-@pytest.fixture(params=[*SCHEMES, NONE], ids=lambda entry: entry.name)
+@pytest.fixture(params=[*PIPES, RAY[0], RAY_MODULE, RPC[0], DISTRIBUTED[0], NONE], ids=lambda entry: entry.name)
 def any_entry(request):
-    """Each scheme there is."""
+    """Each scheme there is, for tests that send nothing."""
     return request.param
 
 
@@ -65,9 +62,9 @@ def ends(any_entry):
 
 
 @pytest.fixture
-def fleet(entry, crew):
+def fleet(entry, crews):
     """Three workers for the scheme; see Fleet."""
-    fleet = entry.fleet(entry, crew)
+    fleet = entry.fleet(entry, crews(entry.crew))
     yield fleet
     fleet.close()
 

@@ -5,7 +5,6 @@ import pickle
 import pytest
 
 from shmsync.errors import ClosedError
-from shmsync.schemes import SharedMemTransport
 from support.conformance.nets import Stamped
 from support.conformance.rigs import KINDS, Box, BoxScheme, rigs
 
@@ -24,27 +23,6 @@ def test_unknown_argument_of_init_on_worker_names_the_known_ones(scheme, ends):
         scheme.init_on_worker("policy", model=Stamped(), inplace=True, **ends.worker)
     with pytest.raises(RuntimeError, match=r"call init_on_worker\(\) before"):
         scheme.get_receiver()
-
-
-@pytest.mark.parametrize("count", [2.0, "2", True, -1], ids=repr)
-def test_a_number_of_workers_that_is_none_is_refused_by_name(scheme, ends, count):
-    with pytest.raises((TypeError, ValueError), match=rf"num_workers is .*not {count!r}"):
-        scheme.init_on_sender("policy", num_workers=count, **ends.sender)
-    with pytest.raises(RuntimeError, match=r"call init_on_sender\(\) before"):
-        scheme.get_sender()
-
-
-def test_a_worker_that_is_not_registered_is_named_with_those_that_are(scheme, ends):
-    scheme.init_on_sender("policy", model=Stamped(), **ends.sender)
-    sender = scheme.get_sender()
-    if not sender.sends:
-        assert not sender.is_dead(99)
-        return
-    for method in ("is_dead", "pending"):
-        if hasattr(sender, method):
-            for worker in (99, -1, "0"):
-                with pytest.raises(ValueError, match=r"registered ones are \[0\]"):
-                    getattr(sender, method)(worker)
 
 
 class Declaring(BoxScheme):
@@ -85,14 +63,6 @@ def test_subclass_may_take_more(kind):
 NO_INDICES = ["a", -1, True, 1.5]
 
 
-def test_worker_idx_that_is_no_index_is_refused(scheme, ends):
-    for index in NO_INDICES:
-        with pytest.raises(ValueError, match=f"worker is a whole number .*, not {index!r}"):
-            scheme.init_on_worker("policy", model=Stamped(), worker_idx=index, **ends.worker)
-    scheme.init_on_worker("policy", model=Stamped(), worker_idx=3, **ends.worker)
-    assert scheme.get_receiver().worker_idx == 3
-
-
 def test_registering_a_worker_under_no_index_is_refused(scheme, ends):
     scheme.init_on_sender("policy", **ends.sender)
     sender = scheme.get_sender()
@@ -100,23 +70,6 @@ def test_registering_a_worker_under_no_index_is_refused(scheme, ends):
         with pytest.raises(ValueError, match=f"worker is a whole number .*, not {index!r}"):
             sender.register_worker(index, ends.transport)
     assert sender.worker_ids == [0]
-
-
-def test_transport_refuses_a_pipe_under_no_index():
-    transport = SharedMemTransport()
-    for index in NO_INDICES:
-        with pytest.raises(ValueError, match=f"worker is a whole number .*, not {index!r}"):
-            transport.register_pipe(None, index)
-    transport.close()
-
-
-@pytest.mark.parametrize("workers", ["a", True, [True], [0.0], 0.0], ids=repr)
-def test_sending_to_no_index_is_refused(entry, workers):
-    ends = entry.ends()
-    with entry.make() as scheme:
-        scheme.init_on_sender("policy", **ends.sender)
-        with pytest.raises(ValueError, match="worker_ids are indices"):
-            scheme.get_sender().send(Stamped(1), workers)
 
 
 def test_process_that_nobody_would_look_at_is_refused():
@@ -149,39 +102,6 @@ def test_with_ends_the_scheme(any_entry, ends):
         with pytest.raises(ClosedError, match="was shut down.*make a new one"):
             use()
     scheme.shutdown()  # may be repeated
-
-
-def test_receiver_of_a_scheme_that_is_over_says_so(scheme, ends):
-    scheme.init_on_worker("policy", model=Stamped(), **ends.worker)
-    receiver = scheme.get_receiver()
-    scheme.shutdown()
-    with pytest.raises(ClosedError, match="was shut down"):
-        receiver.receive(timeout=0)
-
-
-def test_error_inside_with_ends_the_scheme_and_is_the_one_that_is_raised(any_entry):
-    scheme = any_entry.make()
-    with pytest.raises(ZeroDivisionError), scheme:
-        raise ZeroDivisionError
-    with pytest.raises(ClosedError):
-        scheme.init_on_worker("policy", model=Stamped())
-
-
-class Clumsy(BoxScheme):
-    """Its shutdown() fails, and says nothing to the class it derives from."""
-
-    def shutdown(self):
-        raise OSError("no such thing")
-
-
-def test_shutdown_that_fails_does_not_hide_the_users_error():
-    with pytest.raises(ZeroDivisionError), Clumsy():
-        raise ZeroDivisionError
-    scheme = Clumsy()
-    with pytest.raises(OSError, match="no such thing"), scheme:
-        pass
-    with pytest.raises(ClosedError):
-        scheme.init_on_sender("policy", pipes=[])
 
 
 def test_copy_of_a_scheme_that_is_over_is_a_new_one(scheme, ends):

@@ -58,14 +58,3 @@ def test_nothing_reaches_the_copy_of_a_receiver(rig, way):
     made.close()
     rig.deliver(Stamped(3))
     assert rig.stamps() == [3, 3]
-
-
-@pytest.mark.parametrize("way", COPIES)
-def test_copy_of_a_scheme_shares_nothing(rig, way):
-    rig.deliver(Stamped(1))
-    made = COPIES[way](rig.scheme)
-    with pytest.raises(RuntimeError, match="init_on_sender"):
-        made.get_sender()
-    made.shutdown()
-    rig.deliver(Stamped(2))
-    assert rig.stamps() == [2, 2]

@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
-from shmsync.schemes import WeightStrategy, WeightSyncScheme
-from support.conformance.contexts import Context, Lookup
+from shmsync.schemes import WeightStrategy
+from support.conformance.contexts import Context
 from support.conformance.nets import Stamped, ask
 
 UNRELATED = {"string": "mlp", "number": 7, "list": [1, 2], "dict": {"lr": 0.1}, "object": object(), "nothing": None}
@@ -28,40 +28,6 @@ def test_override_gets_what_was_sent_and_may_supply_the_weights(make, sent):
     assert got == [(sent, "policy", WeightStrategy, None)]
 
 
-def test_override_gets_modules_and_weights_as_they_are(make):
-    got = []
-
-    def prepare_weights(self, weights, model_id, strategy, context=None):
-        got.append(weights)
-        return Stamped(5)  # a module will do as well
-
-    net, weights = Stamped(1), Stamped(2).state_dict()
-    rig = make(prepares=prepare_weights)
-    rig.deliver(net)
-    assert rig.stamps() == [5, 5]
-    rig.deliver(weights)
-    assert got[0] is net and got[1] is weights
-
-
-def test_override_may_ask_the_class_it_derives_from(make):
-    def prepare_weights(self, weights, model_id, strategy, context=None):
-        assert weights is None
-        found = WeightStrategy("state_dict").extract_weights(original(self, weights, model_id, strategy, context))
-        return {key: value + 1 for key, value in found.items()}
-
-    original = WeightSyncScheme.prepare_weights
-    context = Context(policy=Stamped(1))
-    rig = make(prepares=prepare_weights, context=context, given={"model": Stamped(7)})
-    rig.deliver()
-    assert rig.stamps() == [8, 8]  # the explicit model's, not the context's
-
-
-def test_override_that_supplies_nothing_is_a_value_error(make):
-    rig = make(prepares=lambda self, weights, model_id, strategy, context=None: None)
-    with pytest.raises(ValueError, match="there are no weights to send"):
-        rig.sender.send()
-
-
 # ---- the model of the trainer
 
 
@@ -75,13 +41,6 @@ def test_explicit_model_wins_over_the_context(make):
     assert b"Stamped" not in pickle.dumps(rig.sender)  # no model travels along
 
 
-def test_context_has_the_model_under_its_id_before_any_other(make):
-    context = Context(policy=Stamped(1), model=Stamped(2))
-    rig = make(context=context)
-    rig.deliver()
-    assert rig.stamps() == [1, 1]
-
-
 @pytest.mark.parametrize("value", UNRELATED)
 def test_unrelated_attribute_of_the_context_is_never_sent(make, value):
     context = Context(policy=UNRELATED[value])
@@ -91,21 +50,6 @@ def test_unrelated_attribute_of_the_context_is_never_sent(make, value):
     context._fallback_policy = Stamped(6)
     assert rig.deliver() == 1
     assert rig.stamps() == [6, 6]
-
-
-@pytest.mark.parametrize("value", [each for each in UNRELATED if each != "nothing"])
-def test_unrelated_attribute_that_is_named_is_refused_by_name(make, value):
-    context = Context(best=UNRELATED[value])
-    rig = make(context=context)
-    with pytest.raises(ValueError, match="under 'best' is a .*which has no weights.*model="):
-        rig.sender.send("best")
-    assert rig.stamps() == [0, 0]
-
-
-@pytest.mark.parametrize("value", UNRELATED)
-def test_what_a_context_looks_up_must_be_a_model_too(scheme, value):
-    context = Lookup(models={"policy": UNRELATED[value]})
-    assert scheme.prepare_weights(None, "policy", WeightStrategy(), context) is None
 
 
 # ---- the model of a worker

@@ -1,6 +1,5 @@
 """NoWeightSyncScheme: every call does nothing, and answers properly."""
 
-import pytest
 
 from shmsync.schemes import NoWeightSyncScheme, TransportBackend
 from support.conformance.contexts import Context
@@ -17,17 +16,6 @@ def test_workers_keep_the_weights_they_came_with(fleet):
     assert fleet.stamps() == [0, 0, 0]
     assert fleet.versions() == [0, 0, 0]
     assert not any(pipe.poll() for pipe in fleet.pipes)
-
-
-@pytest.mark.parametrize("workers", [None, 0, [0], [0, 1]])
-def test_sender_answers_without_workers_or_weights(workers):
-    scheme = NoWeightSyncScheme()
-    scheme.init_on_sender("policy")
-    sender = scheme.get_sender()
-    for weights in (None, Stamped(1)):
-        assert sender.send(weights, worker_ids=workers) == 0
-        assert sender.send_async(weights, workers) == sender.wait_async() == 0
-    assert sender.version == 0
 
 
 def test_receiver_answers_without_pipe_or_model():

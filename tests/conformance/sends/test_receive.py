@@ -6,9 +6,6 @@ from shmsync.errors import AckTimeout, ManifestMismatch, WriterDied
 from support.calls import Call, naming
 from support.conformance import peers
 from support.conformance.nets import Stamped
-from support.conformance.table import in_processes, over_pipes
-
-pytestmark = in_processes  # what a worker does with a message does not depend on how it was started: see test_send.py
 
 
 def test_receive_says_whether_anything_came(fleet):
@@ -23,25 +20,15 @@ def test_receive_says_whether_anything_came(fleet):
     sending.result()
 
 
-def test_receive_waits_until_its_timeout(fleet):
-    sender = fleet.open()
-    fleet.hold()
-    for worker in fleet.workers:
-        worker.start(peers.receive, timeout=60)
-    sender.send(Stamped(1))
-    assert [worker.result() for worker in fleet.workers] == [True, True, True]
-
-
 def test_receive_without_a_timeout_waits_as_long_as_the_scheme_says(fleet):
     sender = fleet.open(timeout=0.3)
     fleet.hold()
     assert fleet.workers[0].call(peers.receive, timeout=None) is False
     fleet.release()
     sender.send(Stamped(1), timeout=60)
-    assert fleet.get([1, 1, 1], [0, 1, 2])
+    assert fleet.stamps() == [1, 1, 1]
 
 
-@over_pipes
 def test_receive_applies_the_newest_of_what_has_come(fleet):
     sender = fleet.open()
     fleet.hold(0)
@@ -75,11 +62,8 @@ def test_receive_without_a_model_is_a_value_error_on_both_sides(fleet, join, mes
     fleet.workers[1].call(join, fleet.make(), "policy")
     fleet.hold(1)
     sending = Call(sender.send, Stamped(1))
-    if fleet.called:
-        fleet.release(1)  # and not in its receive(), as the trainer's call raises
-    else:
-        with pytest.raises(ValueError, match=message):
-            fleet.workers[1].call(peers.receive, timeout=60)
+    with pytest.raises(ValueError, match=message):
+        fleet.workers[1].call(peers.receive, timeout=60)
     with pytest.raises(ValueError, match=message):
         sending.result()
 
@@ -100,7 +84,7 @@ def test_exception_of_a_worker_raises_in_the_sender_with_its_traceback_and_the_o
         sender.send(Stamped(1))
     trace = str(failed.value.__cause__)
     assert "worker 1 failed while it applied version 1 of 'policy'" in trace
-    assert "Traceback (most recent call last)" in trace or "ray::Actor" in trace  # how Ray begins one
+    assert "Traceback (most recent call last)" in trace
     assert 'File "' in trace and "ManifestMismatch" in trace
     assert fleet.stamps() == [1, 0, 1]
 
@@ -122,33 +106,6 @@ def test_exception_that_cannot_be_pickled_raises_as_its_text(fleet):
     assert "in model_of_worker" in str(failed.value.__cause__)
 
 
-@over_pipes
-def test_message_that_is_no_weight_update_is_kept_for_the_workers_loop(fleet):
-    sender = fleet.open()
-    fleet.hold()
-    notes = [("reset", 3), {"seed": 1}, "stop", (None, "closing")]
-    for note in notes[:2]:
-        fleet.pipes[0].send(note)
-    sender.send_async(Stamped(1))
-    for note in notes[2:]:
-        fleet.pipes[0].send(note)
-    fleet.release()
-    sender.wait_async()
-    sender.send(Stamped(2))
-    assert fleet.workers[0].call(peers.pending) == notes
-    assert fleet.workers[0].call(peers.pending) == []
-
-
-@over_pipes
-def test_bytes_that_are_no_pickle_are_kept_for_the_workers_loop(fleet):
-    sender = fleet.open()
-    fleet.pipes[0].send_bytes(b"\xff no pickle")
-    sender.send(Stamped(1))
-    assert fleet.stamps() == [1, 1, 1]
-    assert fleet.workers[0].call(peers.pending) == [b"\xff no pickle"]
-
-
-@over_pipes
 def test_receive_raises_when_the_trainer_is_gone(fleet):
     fleet.open().send(Stamped(1))
     fleet.hold(0)
@@ -164,16 +121,6 @@ def test_answers_for_two_models_on_one_pipe_may_be_awaited_in_any_order(fleet):
         value.send_async(Stamped(10 + version))
         assert [sender.wait_async() for sender in order] == [version, version]
         assert (fleet.stamps("policy"), fleet.stamps("env.value_net")) == ([version] * 3, [10 + version] * 3)
-
-
-def test_failure_of_one_model_is_not_counted_for_the_other(fleet):
-    policy = fleet.open("policy")
-    value = fleet.open("env.value_net", Stamped, 0, 9)
-    value.send_async(Stamped(1))
-    policy.send_async(Stamped(1))
-    assert policy.wait_async() == 1
-    with pytest.raises(ManifestMismatch):
-        value.wait_async()
 
 
 def test_answer_of_one_model_is_not_counted_for_another_that_nobody_receives(fleet):

@@ -12,10 +12,9 @@ from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncSch
 from support.calls import Call
 from support.conformance.nets import Stamped
 from support.conformance.rigs import PipeRig
-from support.conformance.table import MP, in_processes, only, over_pipes
+from support.conformance.table import MP, only
 
 
-@in_processes
 @only(MP)
 def test_what_the_workers_refused_is_brought_to_nobody_else(fleet):
     sender = fleet.open(timeout=60.0)
@@ -32,20 +31,6 @@ def test_what_the_workers_refused_is_brought_to_nobody_else(fleet):
     assert sender.resend() == 2
     assert fleet.stamps() == [1] * 4
     assert sender.send(Stamped(2)) == 4  # the number of what was refused is not used again
-
-
-@in_processes
-@over_pipes
-def test_what_one_worker_refused_is_refused_again_by_resend(fleet):
-    scheme = fleet.make(timeout=60.0)
-    fleet.init_sender(scheme)
-    for index in range(3):
-        fleet.join(index, scheme, "policy", Stamped, 0, 4 if index else 3)  # worker 0 has another model
-    sender = scheme.get_sender()
-    for call in (lambda: sender.send(Stamped(5)), sender.resend):
-        with pytest.raises(shmsync.ManifestMismatch):
-            call()
-    assert fleet.stamps() == [0, 5, 5]
 
 
 def a_worker(make, pipe):
@@ -75,16 +60,6 @@ def test_a_second_init_on_sender_has_the_new_workers_alone(pipes, make):
     sender.send(Stamped(1))
     assert receiving.result() is True
     receiver.close()
-    scheme.shutdown()
-
-
-def test_models_of_one_scheme_have_the_same_workers(pipes):
-    scheme = SharedMemWeightSyncScheme()
-    scheme.init_on_sender("policy", pipes=[pipes[0][0]])
-    with pytest.raises(ValueError, match="worker 0 is reached over another pipe for 'policy'"):
-        scheme.init_on_sender("value", pipes=[pipes[1][0]])
-    scheme.init_on_sender("value", pipes=[pipes[0][0], pipes[1][0]])
-    assert scheme.get_sender().worker_ids == [0, 1]
     scheme.shutdown()
 
 

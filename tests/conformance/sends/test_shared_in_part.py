@@ -49,9 +49,3 @@ def test_view_of_the_whole_is_another_name(make):
         assert [held(net) for net in rig.nets] == [
             {"layer.weight": [value] * 4, "layer.bias": [1] * 2, "rows": [value] * 4}
         ] * 2
-
-
-def test_without_partial_all_leaves_come_together(make):
-    rig = make(nets=[Rows(0, 1), Rows(0, 1)])
-    rig.deliver(Rows(1, 1))
-    assert [held(net) for net in rig.nets] == [{"layer.weight": [1] * 4, "layer.bias": [1] * 2, "rows": [1] * 2}] * 2

@@ -12,37 +12,20 @@ from support.calls import Call, naming
 from support.conformance import peers
 from support.conformance.nets import Stamped
 from support.conformance.table import (
-    DISTRIBUTED,
     MP,
-    PIPES,
-    RAY_MODULE,
-    SCHEMES,
-    in_processes,
     only,
-    over_pipes,
-    start_methods,
 )
-from support.processes import alive, until
+from support.processes import until
 
-# What a sender says of the dead is the same code for all schemes of several machines; how each finds out is not.
-of_each_kind = only(*PIPES, DISTRIBUTED[-1])
-quick = start_methods("forkserver", "fork")  # a spawned worker takes seconds to replace; see test_start_methods.py
-NAMES = r"(pid \d+|Ray: |RPC worker rank2|rank 2, pid \d+|127.0.0.1:\d+)"  # of a worker, by what its scheme knows of it
 LONG = 60.0  # seconds; a send that notices a death returns long before
-
-
-@pytest.fixture(params=[entry for entry in SCHEMES if entry is not RAY_MODULE], ids=lambda entry: entry.name)
-def entry(request):
-    """Not both schemes for actors of Ray: they die the same way, and each takes seconds to replace."""
-    return request.param
 
 
 def raises_worker_died(sending, since):
     """The send must end with the death of worker 1, and not with its deadline."""
-    with pytest.raises(WorkerDied, match=rf"worker 1 \({NAMES}") as died:
+    with pytest.raises(WorkerDied, match=r"worker 1 \(pid \d+") as died:
         sending.result()
     assert time.monotonic() - since < LONG / 2
-    assert died.value.missing[0] == 1 and set(died.value.missing[1:]) <= {"the relay on node b"}
+    assert died.value.missing == [1]
     return died.value
 
 
@@ -60,7 +43,6 @@ def goes_on_without(fleet, sender, version):
     assert sender.is_dead(1)
 
 
-@quick
 @pytest.mark.parametrize("before", ["it is registered", "it receives"])
 def test_worker_killed_before(fleet, before):
     sender, version = fleet.open(), 1
@@ -86,38 +68,11 @@ def is_noticed_when_applied(fleet, note, die):
     goes_on_without(fleet, sender, 2)
 
 
-@quick
 def test_worker_killed_between_apply_and_ack(fleet, tmp_path):
     note = tmp_path / "applied"
     is_noticed_when_applied(fleet, note, lambda: fleet.die_when_applied(1, note))
 
 
-@over_pipes
-@quick
-def test_worker_killed_whose_child_still_holds_the_pipe(fleet):
-    sender = fleet.open()
-    sender.send(Stamped(1))
-    child = fleet.workers[1].call(peers.have_a_child)
-    try:
-        fleet.hold(1)
-        sending = Call(sender.send, Stamped(2), timeout=LONG)
-        until(lambda: fleet.stamps(workers=[0, 2]) == [2, 2])
-        raises_worker_died(sending, kill(fleet.workers[1]))
-        assert alive(child)
-        goes_on_without(fleet, sender, 2)
-    finally:
-        os.kill(child, signal.SIGKILL)
-
-
-@over_pipes
-@quick
-def test_worker_killed_mid_ack(fleet, tmp_path):
-    note = tmp_path / "applied"
-    is_noticed_when_applied(fleet, note, lambda: fleet.workers[1].start(peers.die_at_ack, 0.5, note))
-
-
-@over_pipes
-@in_processes
 def test_worker_killed_after_its_ack_has_applied(fleet, tmp_path):
     sender = fleet.open()
     sender.send(Stamped(1))
@@ -129,17 +84,6 @@ def test_worker_killed_after_its_ack_has_applied(fleet, tmp_path):
     goes_on_without(fleet, sender, 3)
 
 
-@of_each_kind
-@in_processes
-def test_send_to_the_dead_alone_says_so(fleet):
-    sender = fleet.open(alone=True)
-    fleet.workers[1].kill()
-    for _ in range(2):
-        with naming(WorkerDied, [1]):
-            sender.send(Stamped(1), 1, timeout=LONG)
-
-
-@in_processes
 def test_worker_started_anew_takes_the_place_of_the_dead(fleet):
     sender = fleet.open()
     sender.send(Stamped(1))
@@ -148,15 +92,12 @@ def test_worker_started_anew_takes_the_place_of_the_dead(fleet):
     fleet.replace(1)
     fleet.register(sender, 1)
     fleet.join(1, fleet.schemes[0])
-    if fleet.entry in PIPES:
-        assert sender.resend() == 2
-        assert fleet.stamps() == [2, 2, 2]
+    assert sender.resend() == 2
+    assert fleet.stamps() == [2, 2, 2]
     assert sender.send(Stamped(3)) == 3
     assert fleet.stamps() == [3, 3, 3]
 
 
-@over_pipes
-@quick
 def test_death_without_process_objects_is_seen_by_the_end_of_the_pipe(fleet):
     sender = fleet.open(given={"procs": None})
     fleet.hold(1)
@@ -168,7 +109,6 @@ def test_death_without_process_objects_is_seen_by_the_end_of_the_pipe(fleet):
     assert time.monotonic() - since < LONG / 2
 
 
-@over_pipes
 @pytest.mark.host_memory(reason="a worker that is stopped just after a section on a device still holds its slot")
 def test_stopped_worker_is_late_and_its_late_ack_counts_for_nothing(fleet):
     sender = fleet.open()
@@ -190,38 +130,10 @@ def test_stopped_worker_is_late_and_its_late_ack_counts_for_nothing(fleet):
     assert fleet.versions() == [4, 4, 4]
 
 
-@of_each_kind
-@in_processes
-def test_dead_and_late_are_told_in_one_error(fleet):
-    sender = fleet.open()
-    fleet.hold(2)
-    fleet.workers[1].kill()  # before the first send
-    with naming(WorkerDied, [1, 2], match="late: worker 2"):
-        sender.send(Stamped(1), timeout=2)
-    fleet.release(2)
-    assert sender.send(Stamped(2), timeout=LONG) == 2
-    assert fleet.stamps(workers=[0, 2]) == [2, 2]
-
-
-@over_pipes
-@in_processes
-def test_the_late_worker_is_named_whichever_it_is(fleet):
-    sender = fleet.open()
-    sender.send(Stamped(1))
-    for version, index in enumerate((0, 2, 1), 2):
-        fleet.hold(index)
-        with naming(AckTimeout, [index]):
-            sender.send(Stamped(version), timeout=0.3)
-        fleet.release(index)
-        until(lambda version=version: fleet.versions() == [version] * 3)
-    assert fleet.stamps() == [4, 4, 4]
-
-
 LARGE = 1 << 20  # columns: 8 MiB in a message, far more than a pipe holds
 
 
 @only(MP)
-@in_processes
 def test_stopped_worker_does_not_block_a_send_that_its_pipe_cannot_hold(fleet):
     sender = fleet.open("policy", Stamped, 0, LARGE)
     fleet.workers[1].stop()
@@ -235,7 +147,6 @@ def test_stopped_worker_does_not_block_a_send_that_its_pipe_cannot_hold(fleet):
 
 
 @only(MP)
-@in_processes
 def test_worker_killed_in_the_middle_of_a_message(fleet):
     sender = fleet.open("policy", Stamped, 0, LARGE)
     fleet.workers[1].stop()
@@ -245,8 +156,6 @@ def test_worker_killed_in_the_middle_of_a_message(fleet):
     assert sender.send(Stamped(2, LARGE), timeout=LONG) == 2
 
 
-@over_pipes
-@in_processes
 def test_what_a_worker_had_applied_is_not_counted_for_the_one_in_its_place(fleet):
     sender = fleet.open()
     assert sender.send(Stamped(1)) == 1

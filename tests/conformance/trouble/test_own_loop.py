@@ -6,10 +6,9 @@ import pytest
 from shmsync.errors import ManifestMismatch
 from support.conformance import own_loop
 from support.conformance.nets import Stamped
-from support.conformance.table import MP, SHM, in_processes, only, over_pipes
+from support.conformance.table import MP, SHM, only
 from support.worker import nothing
 
-pytestmark = in_processes
 FORMS = ["message", "pair", "content"]
 two_models = pytest.mark.parametrize("form", ["message", "pair"])
 
@@ -26,7 +25,6 @@ def end(fleet):
     return [worker.interrupt(nothing) for worker in fleet.workers]
 
 
-@over_pipes
 @pytest.mark.parametrize("form", FORMS)
 def test_loop_of_the_workers_own_applies_and_answers(fleet, form):
     sender = fleet.open()
@@ -38,19 +36,6 @@ def test_loop_of_the_workers_own_applies_and_answers(fleet, form):
     assert fleet.stamps() == [3, 3, 3]
 
 
-@over_pipes
-def test_loop_over_the_transport_applies_and_answers(fleet):
-    sender = fleet.open()
-    fleet.hold()
-    for worker in fleet.workers:
-        worker.start(own_loop.transport_loop)
-    for value in (1, 2):
-        assert sender.send(Stamped(value), timeout=60) == value
-    end(fleet)
-    assert fleet.stamps() == [2, 2, 2]
-
-
-@over_pipes
 @pytest.mark.parametrize("form", FORMS)
 def test_what_a_loop_cannot_apply_raises_there_and_in_the_sender(fleet, form):
     sender = fleet.open("policy", Stamped, 0, 9)  # the workers' models are wider
@@ -62,7 +47,6 @@ def test_what_a_loop_cannot_apply_raises_there_and_in_the_sender(fleet, form):
     assert fleet.stamps() == [0, 0, 0]
 
 
-@over_pipes
 @two_models
 def test_one_receiver_serves_every_model_of_its_pipe(fleet, form):
     first, second = fleet.open("policy"), fleet.open("env.value_net")
@@ -71,19 +55,6 @@ def test_one_receiver_serves_every_model_of_its_pipe(fleet, form):
     second.send(Stamped(2), timeout=60)
     assert end(fleet) == [[], [], []]
     assert (fleet.stamps("policy"), fleet.stamps("env.value_net")) == ([1] * 3, [2] * 3)
-
-
-@over_pipes
-@two_models
-def test_model_without_a_receiver_is_named_to_the_sender(fleet, form):
-    fleet.open("policy").send(Stamped(1))
-    scheme = fleet.make()
-    fleet.init_sender(scheme, "env.value_net")
-    begin(fleet, form, "policy")
-    with pytest.raises(ValueError, match=r"weights of 'env\.value_net' came to the receiver of 'policy'"):
-        scheme.get_sender().send(Stamped(2), timeout=60)
-    end(fleet)
-    assert fleet.stamps() == [1, 1, 1]
 
 
 @only(MP, SHM)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import threading
 import time
 
 from support.calls import Call
 from support.conformance.nets import Stamped
-from support.faults.interrupts import on_alarm
 from support.processes import until_waits
 
 ENOUGH = 60.0  # seconds: more than anything here takes
@@ -26,15 +24,6 @@ def send_from_threads(sender, threads, rounds):
 
     calls = [Call(send, 1 + rounds * thread) for thread in range(threads)]
     return sorted(pair for call in calls for pair in call.result())
-
-
-def send_in_handler(sender, timeout):
-    """What a send says in a signal handler that has interrupted a send of the same thread; and what that one says."""
-    inner = []
-    with on_alarm(lambda *_: inner.append(outcome_of(sender, "send", ENOUGH))):
-        signal.setitimer(signal.ITIMER_REAL, timeout / 2)
-        outer = outcome_of(sender, "send", timeout)
-    return inner, outer
 
 
 def outcome_of(sender, name, timeout, width=4):

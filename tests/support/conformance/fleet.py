@@ -6,9 +6,8 @@ import contextlib
 from multiprocessing import reduction, resource_sharer
 
 from shmsync.schemes import MPTransport
-from support.conformance import peers, remote_peers
-from support.conformance.nets import Stamped, stamp
-from support.processes import until
+from support.conformance import peers
+from support.conformance.nets import Stamped
 from support.worker import Worker
 
 
@@ -90,11 +89,6 @@ class Fleet:
     def register(self, sender, index):
         """Tell a sender of the new worker, where it does not see that itself."""
 
-    def die_when_applied(self, index, note):
-        """This worker, which is held, takes the next weights, notes in a file what its model is filled with, and dies
-        without an answer."""
-        raise NotImplementedError
-
     def hold(self, *indices):
         """From now on these receive only when they are told to; without indices, all."""
         for index in indices or range(len(self.workers)):
@@ -109,28 +103,12 @@ class Fleet:
         workers = self.workers if workers is None else [self.workers[index] for index in workers]
         return [worker.call(peers.look, model_id) for worker in workers]
 
-    def get(self, stamps, workers):
-        """Do these workers have what was sent to them? Where weights come beside the test's calls, wait for it."""
-        return self.stamps(workers=workers) == stamps
-
-    def with_sender(self, sender, function, *args):
-        """function(sender, *args), where the trainer is."""
-        return function(sender, *args)
-
     def versions(self, model_id="policy"):
         return [worker.call(peers.version, model_id) for worker in self.workers]
 
     def close(self):
         for scheme in self.schemes:
             scheme.shutdown()
-
-
-def send_and_change(sender, name):
-    """Send weights of 1 and write 2 into them afterwards; have they become shared memory?"""
-    net = Stamped(1)
-    getattr(sender, name)(net)
-    stamp(net, 2)
-    return any(tensor.is_shared() for tensor in net.state_dict().values())
 
 
 class PipeFleet(Fleet):
@@ -190,10 +168,3 @@ class PipeFleet(Fleet):
 class RemoteFleet(Fleet):
     """What the fleets of schemes for several machines have in common: the trainer's word comes to a worker on another
     way than the test's, so neither waits for the other."""
-
-    def die_when_applied(self, index, note):
-        self.workers[index].start(remote_peers.die_when_applied, note)
-
-    def get(self, stamps, workers):
-        until(lambda: self.stamps(workers=workers) == stamps)
-        return True

@@ -122,9 +122,6 @@ class WorldFleet(RemoteFleet):
         self.workers[index] = self.world.ranks[SIZE - 1]
         self.begin(index)
 
-    def with_sender(self, sender, function, *args):
-        return self.world.trainer.call(remote_trainer.with_sender, sender.key, function, *args)
-
     def close(self):
         super().close()
         self.crew.give_back(self.world)
@@ -156,6 +153,3 @@ class DistributedFleet(WorldFleet):
 
     def register(self, sender, index):
         self.world.trainer.call(remote_trainer.register_rank, sender.key, index, self.ranks[index], self.number)
-
-    def die_when_applied(self, index, note):
-        self.workers[index].start(remote_peers.die_at_answer, note)

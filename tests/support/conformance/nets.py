@@ -34,19 +34,6 @@ class Tied(Stamped):
         stamp(self, value)
 
 
-class Deep(nn.Module):
-    """Two leaves for each layer."""
-
-    def __init__(self, layers, value=0):
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
-        stamp(self, value)
-
-    def forward(self):
-        low, high = zip(*(torch.aminmax(tensor) for tensor in self.parameters()), strict=True)
-        return int(min(low)), int(max(high))
-
-
 class Apart(Tied):
     """The same names, but nothing is tied."""
 

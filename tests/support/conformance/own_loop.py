@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from multiprocessing import connection
 
-WORDS = ("update_weights", "register_shared_weights", "prepare_weights", "resume")
+WORDS = ("update_weights", "register_shared_weights")
 
 
 def loop(state, form, model_id=None):
@@ -25,19 +25,3 @@ def loop(state, form, model_id=None):
         except Exception as error:
             others.append(f"{type(error).__name__}: {error}")
     return others
-
-
-def transport_loop(state):
-    """As loop(), with the transport's own call in place of recv()."""
-    receiver = state.receivers["policy"]
-    while not state.conn.poll():
-        received = receiver.transport.receive_weights(timeout=0.01)
-        if received is not None:
-            receiver.apply_weights(received[1])
-
-
-def strange_loop(state):
-    """A loop that knows no word, and answers each with another one."""
-    while state.pipe in connection.wait([state.conn, state.pipe]):
-        state.pipe.recv()
-        state.pipe.send((None, "what?"))

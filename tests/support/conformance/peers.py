@@ -7,7 +7,6 @@ import os
 import signal
 import struct
 import threading
-import time
 from multiprocessing import connection, reduction
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from shmsync.schemes.link.connection import Channel
 from support import holdings
 from support.conformance.contexts import Context, Failing, Lookup, Stubborn
 from support.conformance.nets import Stamped, ask
-from support.faults.interrupts import alarms
 
 # ---- a worker's life
 
@@ -211,10 +209,6 @@ def raw_look(state):
         return section.version, int(section.weights["count"][0])
 
 
-def raw_bytes(state):
-    return state.pipe.recv_bytes()
-
-
 def raw_detach(state):
     state.sub.close()
     state.sub = None
@@ -250,17 +244,6 @@ def slow_forward(state):
 # ---- dying at a given step
 
 
-def have_a_child(state):
-    """The pid of a child that has all descriptors of this worker, and lives on when it dies."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            time.sleep(600)
-        finally:
-            os._exit(0)
-    return pid
-
-
 def die_at_ack(state, share, note):
     """Receive; when the model has the weights, note them in a file, write this share of the ack, and die."""
 
@@ -272,31 +255,3 @@ def die_at_ack(state, share, note):
 
     Channel.send = die
     receive(state, timeout=600)
-
-
-# ---- several models
-
-
-def record_pairs(state, first, second):
-    """Use both models as fast as possible until the next call; each pair of numbers they had together."""
-    pairs = set()
-    while not state.conn.poll():
-        for receiver in state.receivers.values():
-            receiver.receive(timeout=0)
-        pairs.add((look(state, first), look(state, second)))
-    return pairs
-
-
-def talk(state):
-    """Send own messages, one after the other, until the next call."""
-    while not state.conn.poll():
-        state.pipe.send((None, "busy"))
-
-
-def receive_in_a_storm(state, seconds):
-    """Receive for so long, while alarms interrupt at random moments; how many landed."""
-    end = time.monotonic() + seconds
-    with alarms(seed=2) as interrupted:
-        while time.monotonic() < end or interrupted.landed < 5:
-            interrupted(lambda: state.receivers["policy"].receive(timeout=0.002), 0.003)
-    return interrupted.landed

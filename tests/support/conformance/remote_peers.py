@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 from torch import distributed
@@ -20,7 +18,7 @@ def begin(state, index, **given):
     """Be this worker of a fleet. `given`: what init_on_worker() gets."""
     if not hasattr(state, "models"):
         peers.start_over(state)
-    state.index, state.given, state.note = index, given, None
+    state.index, state.given = index, given
 
 
 def leave(state):
@@ -51,8 +49,6 @@ def take_weights(state, weights):
     with state.using:
         receiver = state.receivers[model_id]
         receiver.apply_weights(weights)
-    if state.note is not None:
-        die(state)
     if not state.receiving:
         receiver.receive(timeout=0)  # the worker's loop has noticed
 
@@ -86,28 +82,6 @@ class Collector:
 
     def __init__(self, model_id):
         self.model_id = model_id
-
-
-# ---- dying when the weights are there, and the answer is not
-
-
-def die_when_applied(state, note):
-    """For workers that get weights in a call."""
-    state.note = note
-    peers.hold(state, False)
-
-
-def die_at_answer(state, note):
-    """For workers that get them at receive()."""
-    receiver = state.receivers["policy"]
-    state.note = note
-    receiver._transport.inbox.answer = lambda received: die(state)
-    receiver.receive(timeout=600)
-
-
-def die(state):
-    Path(state.note).write_text(str(peers.look(state)))
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 # ---- processes of a world; see fleet_processes.py

@@ -73,10 +73,6 @@ def use_sender(state, key, name, packed):
         return False, error, error.__cause__
 
 
-def with_sender(state, key, function, *args):
-    return function(state.schemes[key].get_sender(), *args)
-
-
 def shut_down(state, key):
     if key in vars(state).get("schemes", {}):
         state.schemes.pop(key).shutdown()

@@ -202,17 +202,6 @@ class PipeRig(Rig):
         self.receivers.append(worker.get_receiver())
         return net
 
-    def add_model(self, model_id):
-        """One more model of the same workers: its sender, and what the workers have of it."""
-        scheme, nets = self.make_scheme(), [Stamped(0) for _ in self.nets]
-        scheme.init_on_sender(model_id, **self.addresses())
-        self.workers.append(scheme)  # it is shut down with theirs
-        for net, pipe in zip(nets, self.pipes[1::2], strict=True):
-            self.workers.append(worker := self.make_scheme())
-            worker.init_on_worker(model_id, model=net, pipe=pipe)
-            self.receivers.append(worker.get_receiver())
-        return scheme.get_sender(), nets
-
     def close(self):
         super().close()
         for pipe in self.pipes:

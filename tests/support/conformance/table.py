@@ -78,7 +78,7 @@ class Entry(NamedTuple):
     make: makes one; takes the scheme's own options, such as `timeout=`.
     fleet: connects it with workers; what the tests need of it is in Fleet.
     alone: options with which each worker can be reached without the others.
-    crews: the kinds of workers it runs over; see the fixture `crew`.
+    crew: the kind of workers it runs over; see the fixture `crews`.
     ends: gives Ends.
     """
 
@@ -86,26 +86,15 @@ class Entry(NamedTuple):
     make: Callable[..., Any]
     fleet: Any = PipeFleet
     alone: dict[str, Any] = {}  # noqa: RUF012
-    crews: tuple[str, ...] = ("forkserver", "fork", "spawn")
+    crew: str = "forkserver"
     ends: Callable[[], Ends] = a_pipe
-
-    @property
-    def scheme(self) -> Any:
-        """Its class, which other entries may share."""
-        return self.make.func if isinstance(self.make, partial) else self.make
 
 
 MP = Entry("mp", MultiProcessWeightSyncScheme)
 SHM = Entry("shm", SharedMemWeightSyncScheme, alone=ALONE)
 NONE = Entry("none", NoWeightSyncScheme)  # it sends nothing, so only what holds for every call holds for it
 
-PIPES = [
-    MP,
-    Entry("mp-tensordict", partial(MultiProcessWeightSyncScheme, "tensordict")),
-    SHM,
-    Entry("shm-two-slots", partial(SharedMemWeightSyncScheme, strategy="state_dict", slots=2), alone=ALONE),
-    Entry("shm-optimistic", partial(SharedMemWeightSyncScheme, consistency="optimistic"), alone=ALONE),
-]
+PIPES = [MP, SHM]
 
 
 def remote(name: str, fleet: Any, ends: Any, make: Any, **nodes: Any) -> list[Entry]:
@@ -114,7 +103,7 @@ def remote(name: str, fleet: Any, ends: Any, make: Any, **nodes: Any) -> list[En
     fleets = {name: fleet, f"{name}-fan-out": fleet}
     fleets |= {f"{name}-{kind}": partial(fleet, nodes=where) for kind, where in nodes.items()}
     return [
-        Entry(each, make if each == name else fanned_out, fleet, NOT_FANNED_OUT, (crew,), ends)
+        Entry(each, make if each == name else fanned_out, fleet, NOT_FANNED_OUT, crew, ends)
         for each, fleet in fleets.items()
     ]
 
@@ -126,22 +115,7 @@ RAY_MODULE, *_ = remote("ray-module", RayModuleFleet, partial(an_actor, "actors"
 RPC = remote("rpc", RPCFleet, an_rpc_worker, RPCWeightSyncScheme, relay=(None, "b", "b"))
 DISTRIBUTED = remote("distributed", DistributedFleet, a_rank, DistributedWeightSyncScheme, relay=("b", "b", None))
 
-SCHEMES = [*PIPES, *RAY, RAY_MODULE, *RPC, *DISTRIBUTED]
-
 
 def only(*entries: Entry) -> Any:
     """A mark: the test is about these schemes alone."""
     return pytest.mark.parametrize("entry", [pytest.param(entry, id=entry.name) for entry in entries])
-
-
-over_pipes = only(*PIPES)  # a mark: the test is about pipes, or about what only schemes over pipes do
-remotely = only(*SCHEMES[len(PIPES) :])
-
-
-def start_methods(*names: str) -> Any:
-    """A mark: where workers are started by multiprocessing, these start methods will do, as the test kills many or
-    depends on nothing else."""
-    return pytest.mark.parametrize("crew", [*names, "ray", "rpc", "distributed"], indirect=True)
-
-
-in_processes = start_methods("forkserver")  # a mark: any start method will do
