@@ -8,7 +8,7 @@ SOURCES := $(shell find shmsync native/include native/src native/bind native/CMa
 # Compiled tests are kept, whatever the environment says: else each process of a test run compiles them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: fuzz demo planted-faults test test-device storm-device test-pairs test-rest test-all test-gpu test-failpoints zoo storm soak test-torchrl-0.13 test-upstream lint types native-test sanitize model litmus bench wheel docs clean
+.PHONY: demo test test-all test-device test-failpoints test-gpu test-torchrl-0.13 test-upstream planted-faults zoo storm storm-device soak fuzz lint types native-test sanitize model litmus bench wheel docs clean
 
 demo: $(STAMP)
 	$(BIN)/shmsync demo $(ARGS)
@@ -19,33 +19,32 @@ TESTS ?= tests
 JOBS ?= auto
 PYTEST = cd / && $(abspath $(BIN))/python -m pytest -c $(abspath pyproject.toml) --rootdir $(abspath .)
 
-# Every test function but long trainings. Where one is for all start methods, schemes and forms of weights, each of
-# these in some test. CHANGED=1, or CHANGED=main: of these test files only those that reach what has changed since
-# HEAD, or since that commit (tests/support/changed.py).
-ifdef CHANGED
-TESTS := $(shell $(PYTHON) tests/support/changed.py $(CHANGED))
-endif
 test: $(STAMP)
-	@$(if $(strip $(TESTS)),,echo "no test reaches what has changed"; exit 0;) $(PYTEST) -n $(JOBS) --choice covering $(addprefix $(abspath .)/,$(TESTS)) $(ARGS)
+	$(PYTEST) -n $(JOBS) $(addprefix $(abspath .)/,$(TESTS)) $(ARGS)
+
+# And what takes longer: trainings, storms, benchmarks, a simulated device, failpoints, the oldest TorchRL.
+test-all: test
+	$(PYTEST) -n $(JOBS) -m slow $(abspath tests)
+	$(MAKE) test-device
+	$(MAKE) test-failpoints CHOICE=all
+	$(MAKE) test-torchrl-0.13
 
 # A set of faults, each planted in a copy: do tests find it? ARGS="engine/write" takes some (tools/planted_faults.py).
 planted-faults: $(STAMP)
 	$(BIN)/python tools/planted_faults.py $(ARGS)
 
 # The engine's process tests once more, with every arena and every new tensor on a device without hardware
-# (support/devices/simulated.py), or with DEVICE=cuda on the first GPU. Then, with modules in the host's memory, what holds
-# for all schemes, for those in shared memory, and the collector's tests with devices.
+# (support/devices/simulated.py), or with DEVICE=cuda on the first GPU. Then, with modules in the host's memory, schemes
+# in shared memory and the collector.
 DEVICE ?= simulated
-ON_DEVICES := engine unit/source/test_layouts.py
-SCHEMES_ON_DEVICES := $(addprefix conformance/,\
+SCHEMES_ON_DEVICES := $(wildcard $(addprefix tests/conformance/,\
   $(addprefix sends/test_,cast.py many_sends.py partial.py receive.py refused.py send.py) \
-  $(addprefix trouble/test_,death.py own_loop.py messages.py threads.py))
+  $(addprefix trouble/test_,death.py own_loop.py own_messages.py messages.py threads.py)))
 test-device: $(STAMP)
-	export SHMSYNC_TEST_DEVICE=$(DEVICE) && $(PYTEST) -n $(JOBS) --choice covering \
-	  $(abspath $(addprefix tests/,$(ON_DEVICES))) $(ARGS)
+	export SHMSYNC_TEST_DEVICE=$(DEVICE) && $(PYTEST) -n $(JOBS) $(abspath tests/engine tests/unit/source/test_layouts.py) $(ARGS)
 	export SHMSYNC_TEST_DEVICE=$(DEVICE) SHMSYNC_TEST_TENSORS=host && \
-	  $(PYTEST) -n $(JOBS) --choice covering -k "shm and forkserver or test_devices" \
-	  $(abspath $(addprefix tests/,$(SCHEMES_ON_DEVICES) collectors/test_devices.py))
+	  $(PYTEST) -n $(JOBS) -k "shm and forkserver or test_devices" \
+	  $(abspath $(SCHEMES_ON_DEVICES) tests/collectors/test_devices.py)
 
 # Many publishes to kernels that run late, on that device; none may see another version than its section's.
 PUBLISHES ?= 100000
@@ -53,24 +52,14 @@ storm-device: $(STAMP)
 	cd / && PYTHONPATH=$(abspath tests) OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m support.storms.device \
 	  --publishes $(PUBLISHES) $(addprefix --seed ,$(SEED)) $(ARGS)
 
-# Of the combinations that `make test` leaves out, so many that every two values of two parameters meet in some test.
-test-pairs: $(STAMP)
-	$(PYTEST) -n $(JOBS) --choice pairs $(addprefix $(abspath .)/,$(TESTS)) $(ARGS) || [ $$? = 5 ]
-
-# All combinations that `make test` leaves out. There may be none for these TESTS and ARGS.
-test-rest: $(STAMP)
-	$(PYTEST) -n $(JOBS) --choice rest $(addprefix $(abspath .)/,$(TESTS)) $(ARGS) || [ $$? = 5 ]
-
-test-all: test test-rest
-
 # What needs NVIDIA GPUs, and over a stand-in what does not; a machine without one skips the former and says why.
 test-gpu: $(STAMP)
-	$(PYTEST) -rs --choice all $(abspath tests/gpu) $(abspath tests/unit/memory/cuda) $(ARGS)
+	$(PYTEST) -rs -m '' $(abspath tests/gpu) $(abspath tests/unit/memory/cuda) $(ARGS)
 
 # The zoo: every way to use a bound module, ROUNDS draws of each.
 ROUNDS ?= 10
 zoo: $(STAMP)
-	export ZOO_ROUNDS=$(ROUNDS) && $(PYTEST) -n $(JOBS) --choice all $(abspath tests/zoo) $(ARGS)
+	export ZOO_ROUNDS=$(ROUNDS) && $(PYTEST) -n $(JOBS) -m '' $(abspath tests/zoo) $(ARGS)
 
 # A storm of troubles over one scheme or collector. SEED repeats the events of a storm.
 SECONDS ?= 600
@@ -100,18 +89,17 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'native/*.hpp' 'native/*.cpp')
 
-# The tests of the integration beside the oldest TorchRL that works, those that make test leaves to the pairs too.
+# The tests of the integration beside the oldest TorchRL that works.
 test-torchrl-0.13: $(STAMP)
 	[ -d $(VENV)/torchrl-0.13 ] || $(BIN)/pip install -q --no-deps --target $(VENV)/torchrl-0.13 'torchrl~=0.13.0'
-	export PYTHONPATH=$(abspath $(VENV))/torchrl-0.13 && $(PYTEST) -n $(JOBS) --choice values $(abspath tests/integrations) $(ARGS)
+	export PYTHONPATH=$(abspath $(VENV))/torchrl-0.13 && $(PYTEST) -n $(JOBS) $(abspath tests/integrations) $(ARGS)
 
 # TorchRL's own tests with the integration's scheme, where TORCHRL_CHECKOUT names a checkout of its sources.
 test-upstream: $(STAMP)
 	cd / && OMP_NUM_THREADS=1 $(abspath $(BIN))/python $(abspath tests/upstream/run_torchrl.py) --both $(ARGS)
 
 # The tests that kill and stop processes at each step of the protocol, with a build of their own that has failpoints.
-# CHOICE = covering, or all combinations.
-CHOICE ?= covering
+# CHOICE=all: those that are marked slow too.
 FAILPOINTS := $(VENV)/failpoints
 $(FAILPOINTS)/.installed: $(STAMP)
 	rm -rf $(FAILPOINTS)
@@ -120,7 +108,7 @@ $(FAILPOINTS)/.installed: $(STAMP)
 	touch $@
 
 test-failpoints: $(FAILPOINTS)/.installed
-	export PYTHONPATH=$(abspath $(FAILPOINTS)) && $(PYTEST) -n $(JOBS) --choice $(CHOICE) $(abspath tests/failpoints) $(ARGS)
+	export PYTHONPATH=$(abspath $(FAILPOINTS)) && $(PYTEST) -n $(JOBS) $(if $(filter all,$(CHOICE)),-m '') $(abspath tests/failpoints) $(ARGS)
 
 # The stub of the native module is generated by the build; mypy wants it beside the sources.
 types: $(STAMP)

@@ -32,10 +32,8 @@ if DEVICE:
 
 import torch  # noqa: E402
 
-from support import schedule, worker  # noqa: E402
-from support.choice import choose  # noqa: E402
+from support import worker  # noqa: E402
 from support.processes import PATIENCE, segment_path, segments  # noqa: E402
-from support.summary import Summary  # noqa: E402
 
 torch.set_num_threads(1)
 for _module in worker.PRELOADED:
@@ -44,21 +42,9 @@ STDERR = -1
 RUNNERS_OWN = set(sys._current_frames())  # threads of what runs the tests: pytest-xdist has some
 
 
-def pytest_addoption(parser):
-    parser.addoption(
-        "--choice",
-        choices=["all", "covering", "values", "pairs", "rest"],
-        default="all",
-        help="all: every test; covering: of each cross product of parameters enough that every value occurs; "
-        "values: as covering, with the tests that are marked full; "
-        "pairs: so many more that every two values of two parameters meet; rest: what covering leaves out",
-    )
-
-
 def pytest_configure(config):
     global STDERR
     STDERR = os.dup(2)  # before a test's output is captured
-    config.pluginmanager.register(Summary(config), "summary")
 
 
 @pytest.hookimpl(trylast=True)
@@ -79,12 +65,20 @@ def pytest_runtest_setup(item):
         pytest.skip(f"not where weights lie on a GPU: {mark.kwargs['reason']}")
 
 
-@pytest.hookimpl(trylast=True)  # when the folders have sorted out what there is
-def pytest_collection_modifyitems(config, items):
-    chosen, left = choose(items, config.option.choice)
-    config.pluginmanager.get_plugin("summary").leave(left)
-    config.hook.pytest_deselected(items=left)
-    items[:] = sorted(chosen, key=lambda item: schedule.rank(item.nodeid))
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the marks
+def pytest_collection_modifyitems(items):
+    """Tests that share a crew of workers, a Ray or a file run one after the other, with -n in one process."""
+    for item in items:
+        if item.path.relative_to(HERE).parts[0] not in ("programs", "zoo"):  # these share nothing
+            item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    items.sort(key=lambda item: ("ray" not in group_of(item), group_of(item)))  # those with Ray take long: they begin
+
+
+def group_of(item):
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    if "crew" in given:
+        return f"crew {given['crew']}"
+    return "one ray" if "one_ray" in item.fixturenames else str(item.path.relative_to(HERE))
 
 
 def collect_garbage():
@@ -100,11 +94,6 @@ def collect_garbage():
 
 
 pytest_collection_finish = collect_garbage
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    return schedule.make_scheduler(config, log)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -56,7 +56,7 @@ def tried(python: str, torch: str, source: Path, tests: list[str]) -> list[str]:
         return [python, torch, "-", "shmsync cannot be installed"]
     versions = run(own, "-c", VERSIONS).stdout.split()
     where = ["-c", ROOT / "pyproject.toml", "--rootdir", ROOT, *(ROOT / each for each in tests)]
-    done = run(own, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "auto", "--choice", "covering", *where)
+    done = run(own, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "auto", *where)
     (folder / "output").write_text(done.stdout + done.stderr)
     found = re.findall(r"^=* ?((?:\d+ \w+,? ?)+) in ", done.stdout, re.MULTILINE)
     return [*versions, found[-1] if found else f"pytest ended with {done.returncode}: {folder / 'output'}"]

@@ -184,7 +184,7 @@ def built(path: str, text: str) -> Path:
 
 def first_failure(fault: Fault, site: Path) -> str:
     """The first test that fails with the fault; "" when all of them pass."""
-    options = ["-q", "-x", "--choice", "covering", "--timeout", "100", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT]
+    options = ["-q", "-x", "--timeout", "100", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT]
     tests = [ROOT / "tests" / name for name in fault.tests.split()]
     done = run(sys.executable, "-m", "pytest", *options, *tests, PYTHONPATH=str(site))
     if done.returncode == 0:
