@@ -1,11 +1,10 @@
-"""What a feature costs: protection of adopted memory, traces. Each call with it, beside the same without.
+"""What a feature costs: protection of adopted memory. Each call with it, beside the same without.
 
-    python bench/overhead.py                                   all of them
-    python bench/overhead.py protection --megabytes 1 100      one of them, with other sizes
-    python bench/overhead.py trace --out DIR                   where overhead.json and .md go (default ./bench-results)
+    python bench/overhead.py                                   all of it
+    python bench/overhead.py protection --megabytes 1 100      with other sizes
+    python bench/overhead.py --out DIR                         where overhead.json and .md go (default ./bench-results)
 
 protection  update() of an adopted module, around nothing, and around a step of SGD and of Adam. docs/adr/0039 has one.
-trace       read sections, publish() and update() of a small model. docs/observing.md has one.
 
 Both are measured in turns in one process. Ratios compare; times are of one machine.
 """
@@ -14,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -28,7 +25,6 @@ from torch import nn
 import shmsync
 
 TENSORS = 5  # of an adopted module
-ROUNDS, CALLS = 40, 500  # of a trace
 
 
 def update(pub: shmsync.Publisher) -> None:
@@ -69,34 +65,7 @@ def rounds_of(megabytes: float) -> int:
     return next(rounds for most, rounds in ((5, 400), (50, 60), (500, 12), (1e9, 5)) if megabytes <= most)
 
 
-def trace(sizes: list[float]) -> Iterator[Row]:
-    """Of a model of ten leaves; the sizes do not matter."""
-    seen: list[int] = []
-
-    def section() -> None:
-        with sub.read() as inside:
-            seen.append(inside.version)
-
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        shmsync.Publisher({f"leaf{number}": torch.randn(500) for number in range(10)}) as pub,
-        shmsync.Subscriber(pub.handle) as sub,
-    ):
-        file = Path(folder, "trace.json")
-        for name, call in (("read section", section), ("publish()", pub.publish), ("update()", lambda: update(pub))):
-            samples: list[list[float]] = [[], []]
-            for number in range(2 * ROUNDS):
-                traced = number % 2
-                with pub.trace(file) if traced else nullcontext():
-                    section()  # it joins in, or sees that the trace is over
-                    samples[traced] += [timed(call) for _ in range(CALLS)]
-            yield row(f"{name}, traced / without a trace", samples[True], samples[False])
-        assert set(seen[: 2 * ROUNDS * CALLS]) == {1}, "a section before the first publish() saw another version"
-        lines = file.read_text().count("\n")
-        print(f"{lines:,} events, {file.stat().st_size / lines:.0f} bytes each")
-
-
-KINDS = {"protection": protection, "trace": trace}
+KINDS = {"protection": protection}
 
 
 def main() -> None:

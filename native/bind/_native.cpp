@@ -17,7 +17,6 @@ void bind_values(nb::module_&);
 void bind_writer(nb::module_&);
 void bind_reader(nb::module_&);
 void bind_pipes(nb::module_&);
-void bind_trace(nb::module_&);
 void bind_fifo_lock(nb::module_&);
 }  // namespace shmsync::bind
 
@@ -36,7 +35,6 @@ NB_MODULE(_native, m) {
   shmsync::bind::bind_sources(m);
   shmsync::bind::bind_values(m);
   shmsync::bind::bind_device(m);
-  shmsync::bind::bind_trace(m);
   shmsync::bind::bind_writer(m);
   shmsync::bind::bind_reader(m);
   shmsync::bind::bind_cover(m);

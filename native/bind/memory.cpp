@@ -157,7 +157,6 @@ void bind_memory(nb::module_& m) {
 
   m.attr("MAGIC") = kMagic;
   m.attr("ABI") = kAbi;
-  m.attr("TRACE_FD_BITS") = kTraceFdBits;
   m.attr("ENDIAN_TAG") = kEndianTag;
   m.attr("SLAB_CUDA") = static_cast<std::uint32_t>(SlabKind::cuda);
   m.attr("MAX_DEVICE_SLOTS") = kMaxDeviceSlots;
@@ -359,12 +358,7 @@ void bind_memory(nb::module_& m) {
             return name_of(owner, found.owner == owner ? found.worker : kNoWorker);
           },
           "row"_a, nb::sig("def name_of(self, row: tuple[int, int]) -> int | str"),
-          "As Row.name, of the row with this number as long as it has this owner.")
-      .def(
-          "ask_for_trace",
-          [](Control& c, std::uint32_t which) { c.publication().asked.store(which, std::memory_order_relaxed); },
-          "which"_a,
-          "For the publisher: have every reader trace what it does, in this file; 0: in none. See layout.hpp.");
+          "As Row.name, of the row with this number as long as it has this owner.");
 }
 
 }  // namespace shmsync::bind

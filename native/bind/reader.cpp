@@ -8,7 +8,6 @@
 #include <memory>
 #include <string_view>
 
-#include "trace.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -354,22 +353,6 @@ void bind_reader(nb::module_& m) {
       .def_prop_ro("in_pinned_section", [](const Reader& r) { return r.in_section() && r.side->pinned(); })
       .def_prop_ro("held_version", [](const Reader& r) { return version_of(r.side->held()); })
       .def_prop_ro("held_slot", [](const Reader& r) { return slot_of(r.side->held()); })
-      .def_prop_ro(
-          "requested_trace", [](const Reader& r) { return r.side->trace(); },
-          "The file in which this reader should write what it does, see layout.hpp; 0: none.")
-      .def(
-          "write_trace",
-          [](Reader& r, std::uint32_t which, const HeldTrace* into) {
-            r.side->write_trace(which, into ? into->trace : nullptr);
-          },
-          "which"_a, "into"_a = nb::none(),
-          nb::sig("def write_trace(self, which: int, into: Trace | None = None) -> None"))
-      .def_prop_ro(
-          "entered_at", [](const Reader& r) { return r.side->entered_at(); },
-          "When the open section began, if it is traced, as time.perf_counter_ns() has it.")
-      .def_prop_ro(
-          "trace", [](const Reader& r) { return for_python(r.side->written_trace()); },
-          nb::sig("def trace(self) -> Trace | None"))
       .def_prop_ro("latest", [](const Reader& r) { return r.side->latest(); })
       .def_prop_ro(
           "final_version", [](const Reader& r) { return r.side->last_words(); },

@@ -1,11 +1,10 @@
 // ReadSide for Python: the lock around sections, and nesting.
 //
 // The common path (nothing new, the gate is open) runs here. All else goes to Python, through hooks of the subclass:
-// _enter_slowly(outcome, version, timeout), _refresh_now(), _trace_now(), _look_for_successor() for one that follows,
-// _use_copies() at the entry of a section whose private copies a device may still renew, _reads_end() and
-// _copies_read() at the end of a section that a device works for. Below code that Dynamo compiles it calls
-// _enter_slow(), _refresh_slow() and _trace_slow(), which keep it out. read() hands a timeout that is
-// no float, or is none, to _checked_timeout().
+// _enter_slowly(outcome, version, timeout), _refresh_now(), _look_for_successor() for one that follows, _use_copies()
+// at the entry of a section whose private copies a device may still renew, _reads_end() and _copies_read() at the end
+// of a section that a device works for. Below code that Dynamo compiles it calls _enter_slow() and _refresh_slow(),
+// which keep it out. read() hands a timeout that is no float, or is none, to _checked_timeout().
 //
 // INV: when a hook raises, or a signal interrupts it anywhere, a pin that became no section is dropped and the lock is
 //      given back. So taking and giving back are both C++: Python can be interrupted between any two lines.
@@ -98,7 +97,6 @@ class Reader {
           const Entering mark(entering);
           call_method(self, "_look_for_successor");
         }
-        if (side->should_change_trace()) change_trace(self);
         const Enter outcome = version.is_none() ? side->try_enter() : Enter::gated;
         if (outcome != Enter::same) {
           const Entering mark(entering);
@@ -163,13 +161,12 @@ class Reader {
   bool refresh(nb::handle self) {
     check();
     if (inside()) return false;
-    if (side->unchanged() && !publisher_lost && !should_look() && !side->should_change_trace()) {
+    if (side->unchanged() && !publisher_lost && !should_look()) {
       thread_versions.use(thread_versions.applied());
       return false;
     }
     lock(self, nb::none());
     try {
-      if (side->should_change_trace()) change_trace(self);
       const Entering mark(entering);
       const bool moved = nb::cast<bool>(call_method(self, nothing_compiles() ? "_refresh_now" : "_refresh_slow"));
       thread_versions.use(thread_versions.applied());
@@ -336,11 +333,6 @@ class Reader {
           (who + " kept this Subscriber in a read section; make one Subscriber per thread that reads in "
                  "parallel")
               .c_str());
-  }
-
-  void change_trace(nb::handle self) {
-    const Entering mark(entering);
-    call_method(self, nothing_compiles() ? "_trace_now" : "_trace_slow");
   }
 
   bool should_look() {

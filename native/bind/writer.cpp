@@ -8,7 +8,6 @@
 #include "device.hpp"
 #include "gil.hpp"
 #include "sources.hpp"
-#include "trace.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -184,14 +183,6 @@ void bind_writer(nb::module_& m) {
             return std::make_tuple(version_of(current), slot_of(current));
           },
           "Version and slot that readers find now; any thread may ask, while a device commits too.")
-      .def_prop_ro(
-          "marked_at", [](const Writer& w) { return w.marked_at(); },
-          "When the last write began that is traced, as time.perf_counter_ns() has it.")
-      .def_prop_rw(
-          "trace", [](const Writer& w) { return for_python(w.written_trace()); },
-          [](Writer& w, const HeldTrace* into) { w.write_trace(into ? into->trace : nullptr); }, "into"_a.none(),
-          "Where what it does is written; None: nowhere.", nb::for_getter(nb::sig("def trace(self) -> Trace | None")),
-          nb::for_setter(nb::sig("def trace(self, into: Trace | None) -> None")))
       .def_prop_ro("next_version", [](const Writer& w) { return w.next_version(); })
       .def_prop_ro("writing", [](const Writer& w) { return w.writing(); })
       .def_prop_ro("poisoned", [](const Writer& w) { return w.poisoned(); })

@@ -8,7 +8,6 @@
 #include <cerrno>
 #include <optional>
 #include <system_error>
-#include <utility>
 
 #include "shmsync/failpoints.hpp"
 #include "shmsync/seqlock.hpp"
@@ -35,31 +34,7 @@ PublicationWriter::PublicationWriter(PublicationLine& line, SlotLine* slots, std
       slot_version_(slot_count, 0),
       no_turn_before_(readers.size(), 0) {}
 
-void PublicationWriter::write_trace(std::shared_ptr<Trace> into) {
-  const std::lock_guard guard(trace_lock_);
-  if (under_way_)
-    next_trace_ = std::move(into);
-  else
-    trace_ = std::move(into);
-}
-
-std::shared_ptr<Trace> PublicationWriter::written_trace() const {
-  const std::lock_guard guard(trace_lock_);
-  return trace_;
-}
-
-void PublicationWriter::rest() {
-  std::shared_ptr<Trace> over;  // closed when the lock is given back: a thread that holds the GIL may wait for that
-  const std::lock_guard guard(trace_lock_);
-  under_way_ = false;
-  if (next_trace_) over = std::exchange(trace_, *std::exchange(next_trace_, std::nullopt));
-}
-
 Begin PublicationWriter::begin() {
-  {
-    const std::lock_guard guard(trace_lock_);
-    under_way_ = true;
-  }
   if (slot_count_ == 1 && !gate_closed_) {
     let_waiting_readers_in();
     line_.current.store(pack_current(version_, 0) | kGate, std::memory_order_release);
@@ -80,7 +55,6 @@ Begin PublicationWriter::wait_begin(Nanoseconds timeout) {
 Begin PublicationWriter::mark() {
   open_pages();  // no reader is inside any more
   writing_ = true;
-  if (trace_) marked_at_ = monotonic_ns();
   seqlock::begin(slots_[slot_].seq, next_);
   SHMSYNC_FAILPOINT("begin.marked");
   return Begin::ready;
@@ -170,15 +144,11 @@ std::uint64_t PublicationWriter::commit() {
   writing_ = false;
   announce();
   SHMSYNC_FAILPOINT("commit.announced");
-  const std::uint64_t version = version_;
-  if (trace_) trace_->span("publish", marked_at_, monotonic_ns(), version);
-  rest();
-  return version;
+  return version_;
 }
 
 void PublicationWriter::abort() {
   SHMSYNC_FAILPOINT("abort.start");
-  rest();
   if (!poisoned_) {
     next_ = version_ + 1;
     close_pages();
@@ -199,7 +169,6 @@ void PublicationWriter::abort() {
 }
 
 void PublicationWriter::poison() {
-  rest();
   writing_ = false;
   poisoned_ = true;
   // SYNC state: release; before `notify`, so a thread that it wakes sees it.

@@ -89,7 +89,6 @@ Enter ReadSide::enter_live() {
 
 Enter ReadSide::entered(std::uint64_t current) {
   held_ = current;
-  if (trace_) entered_at_ = monotonic_ns();
   row_.reads.store(++reads_, std::memory_order_relaxed);
   SHMSYNC_FAILPOINT("section.entered");
   return current == applied_ ? Enter::same : Enter::moved;
@@ -121,14 +120,12 @@ void ReadSide::applied() {
   applied_ = held_;
   if (device_) {
     device_->ack(held_);
-    if (trace_) trace_->mark("ack", version_of(held_));
     return;
   }
   SHMSYNC_FAILPOINT("ack.before");
   row_.acked.store(version_of(held_), std::memory_order_release);  // SYNC ack: pairs with wait_acks()
   SHMSYNC_FAILPOINT("ack.stored");
   wake_writer(line_, reply_);
-  if (trace_) trace_->mark("ack", version_of(held_));
 }
 
 void ReadSide::forget() { applied_ = 0; }
@@ -146,7 +143,6 @@ bool ReadSide::leave() {
     torn = torn_so_far();
     if (torn) row_.torn.store(++torn_, std::memory_order_relaxed);
   }
-  if (trace_) trace_->span(torn ? "torn section" : "section", entered_at_, monotonic_ns(), version_of(held_));
   return torn;
 }
 

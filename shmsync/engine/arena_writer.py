@@ -81,7 +81,6 @@ class ArenaWriter:
     def open(self, first_version: int = 1) -> None:
         """Publish the first version, under this number, and let readers attach."""
         timeout = self.side.timeout
-        self.side.traces.begin_requested(deadline_after(None, timeout), self.side.check)
         self.publish(None, deadline_after(None, timeout), version=first_version)
         self.side.wait_until_published(deadline_after(None, timeout))
         segment.make_ready(self._created)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -25,7 +24,6 @@ from .source.arena_device import SAME
 from .source.dtypes import Dtypes, check_dtypes
 from .source.sources import Filter, Patterns, Weights
 from .stats import PublisherStats, ReaderInfo
-from .verify.tracing import Tracing
 from .write.acks import Acks
 from .write.update import Update
 from .write.wait_attached import Procs, check_workers, processes_of, wait_for_readers
@@ -66,7 +64,6 @@ class Publisher:
         ManifestMismatch: these weights cannot be published.
         ValueError: an argument is out of range.
         TypeError: an argument is of another type.
-        OSError: the file that the environment's SHMSYNC_TRACE names cannot be a trace.
 
     A second writer call at the same time raises WriterBusy. A context manager.
     """
@@ -242,24 +239,6 @@ class Publisher:
         side.refuse_not_started(wanted)
         wait_for_readers(side, wanted, processes, deadline)
 
-    def trace(self, file: str | os.PathLike[str] | None = None) -> Tracing:
-        """Record the activity of this arena's processes in a file, until stop() or the end of `with pub.trace():`.
-
-        These are publishes, read sections, acks and waits, in the Trace Event Format of Chrome; Perfetto
-        (https://ui.perfetto.dev) shows them. Subscribers of other processes join in at their next section. The
-        environment's SHMSYNC_TRACE=FILE traces every Publisher from its first version on.
-
-        Args:
-            file: its path. None: shmsync-NAME.trace.json in the working directory. An existing trace is appended to, so
-                one file can have the traces of several arenas.
-
-        Raises:
-            FileExistsError: there is a file that is no trace. BlockingIOError: another process had locked it until the
-            arena's timeout. OSError: it cannot be made. ProtocolError: this arena is being traced. ClosedError.
-        """
-        side = self._writer.side
-        file = f"shmsync-{self.name}.trace.json" if file is None else file
-        return side.traces.begin(file, deadline_after(None, side.timeout), side.check)
 
     def stats(self) -> PublisherStats:
         """Counts and latencies since the arena was made."""

@@ -26,7 +26,7 @@ PAGES = {  # how many commands it has, and what it needs besides. Notebooks and 
     "guides/torchrl": (1, ("torchrl", "gymnasium")),
     "guides/ray": (4, ("ray", "gymnasium")),
     "guides/language-models": (2, ("transformers", "peft")),
-    "guides/training-hangs": (4, ()),
+    "guides/training-hangs": (2, ()),
     "guides/dataloader": (2, ()),
     "guides/leagues": (2, ("gymnasium", "pettingzoo", "pygame")),
     "guides/gpu-learner": (2, ()),

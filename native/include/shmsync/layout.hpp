@@ -80,10 +80,6 @@ constexpr std::uint64_t image_from(const Words& words) {
   return mixed % ((1u << kImageBits) - 1) + 1;
 }
 
-// `asked` = the trace, a file to which readers append what they do: count << 20 | 1 + a descriptor of the publisher's,
-// opened as slab_fd is; or 0. The count tells apart traces that have the same descriptor, one after the other.
-inline constexpr unsigned kTraceFdBits = 20;
-
 enum class State : std::uint32_t { open = 0, closed = 1, poisoned = 2 };
 // What the slots lie in. A number from kOtherKinds on belongs to a device that another package brings.
 enum class SlabKind : std::uint32_t { memfd = 1, cuda = 2 };
@@ -122,7 +118,6 @@ struct alignas(kLine) PublicationLine {  // writer: the publisher
   Word32 state;
   Word32 notify;   // futex: readers wait for it to change
   Word32 waiting;  // 1 while the writer may sleep on `reply`
-  Word32 asked;    // what it asks of its readers: a trace
 };
 static_assert(sizeof(PublicationLine) == kLine);
 static_assert(offsetof(PublicationLine, notify) == 12);

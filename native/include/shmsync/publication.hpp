@@ -10,15 +10,11 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
-#include <mutex>
-#include <optional>
 #include <vector>
 
 #include "shmsync/futex.hpp"
 #include "shmsync/reader_table.hpp"
 #include "shmsync/spin.hpp"
-#include "shmsync/trace.hpp"
 
 namespace shmsync {
 
@@ -59,12 +55,6 @@ class PublicationWriter {
   bool protect(std::uintptr_t address, std::size_t bytes);
   void unprotect();  // for good
 
-  // Traces its writes from now on; null: stops tracing. Any thread may call it: a write that is under way goes on as it
-  // began.
-  void write_trace(std::shared_ptr<Trace> into);
-  std::shared_ptr<Trace> written_trace() const;
-  std::uint64_t marked_at() const { return marked_at_; }  // ns; when the last write began that is traced
-
   std::uint32_t slot() const { return slot_; }  // the one to write, after `ready`
   std::uint32_t current_slot() const { return current_slot_; }
   std::uint64_t version() const { return version_; }
@@ -95,7 +85,6 @@ class PublicationWriter {
   void let_waiting_readers_in();  // fairness, slots = 1
   bool somebody_has_a_turn();
   void end_turns();
-  void rest();  // nothing is under way any more
   void open_pages();
   bool close_pages();
   void announce();  // notify++ and wake
@@ -115,11 +104,6 @@ class PublicationWriter {
   std::uint32_t current_slot_ = 0;
   std::uint32_t slot_ = 0;
   std::uint32_t notify_ = 0;
-  mutable std::mutex trace_lock_;
-  std::shared_ptr<Trace> trace_;  // null: nothing is traced; changes only while nothing is under way
-  std::optional<std::shared_ptr<Trace>> next_trace_;  // what it is as soon as that is over
-  bool under_way_ = false;                            // from begin() until commit(), abort() or poison()
-  std::uint64_t marked_at_ = 0;                       // when the write began, if it is traced
   bool gate_closed_ = false;
   bool poisoned_ = false;
   bool writing_ = false;

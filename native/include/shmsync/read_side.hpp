@@ -13,7 +13,6 @@
 #include <memory>
 
 #include "shmsync/futex.hpp"
-#include "shmsync/trace.hpp"
 
 namespace shmsync {
 
@@ -67,16 +66,6 @@ class ReadSide {
   State state() const { return static_cast<State>(line_.state.load(std::memory_order_acquire)); }
   // Nothing newer than what was applied is complete; a closed gate alone is nothing new.
   bool unchanged() const { return (current() & ~kGate) == applied_; }
-  // The trace that this reader should write; 0: none. And is that another one than it does?
-  std::uint32_t trace() const { return line_.asked.load(std::memory_order_relaxed); }
-  bool should_change_trace() const { return trace() != heeded_; }
-  // From now on it writes this one: what it was given by trace(), and the file; null where that cannot be had.
-  void write_trace(std::uint32_t which, std::shared_ptr<Trace> into) {
-    heeded_ = which;
-    trace_ = std::move(into);
-  }
-  const std::shared_ptr<Trace>& written_trace() const { return trace_; }
-  std::uint64_t entered_at() const { return entered_at_; }  // ns; of the open section, if it is traced
   // Slots = 1, writer dead: the version of the bytes, 0 when they are half written.
   std::uint64_t last_words() const {
     const std::uint64_t seq = slots_[0].seq.load(std::memory_order_acquire);  // SYNC seq.end
@@ -120,9 +109,6 @@ class ReadSide {
   std::uint64_t held_ = 0;
   std::uint64_t applied_ = 0;  // 0: nothing; a published `current` is never 0
   std::uint32_t seen_notify_ = 0;
-  std::uint32_t heeded_ = 0;      // `asked`, as far as this reader has done it
-  std::shared_ptr<Trace> trace_;  // null: what it does is not traced
-  std::uint64_t entered_at_ = 0;  // of the open section, if it is traced
   bool wants_ = false;
   bool retired_ = false;
   std::uint64_t reads_ = 0;

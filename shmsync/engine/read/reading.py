@@ -21,7 +21,6 @@ from ...memory.dynamo import disable, skip
 from ...memory.system.process import pid_of
 from ..deadlines import check_timeout, check_version, deadline_after, slice_until
 from ..stats import SubscriberStats
-from ..verify.tracing import joined, warn_of_end
 from .device_sections import wait_for_reads
 from .outputs import unalias, unalias_error
 from .waiting import WaitPath
@@ -155,8 +154,6 @@ class ReadPath(WaitPath):
             self._move()
         if waited:
             self._waits.add(time.perf_counter() - started)
-            if self.trace is not None:
-                self.trace.span("wait at the gate", int(started * 1e9), self.held_version, self.entered_at)
 
     def _try_again(self, outcome: Enter, deadline: float, pinned: bool) -> Enter:
         """One slice of the wait: for the gate, and for the repair of a poisoned arena as long as it can come."""
@@ -262,17 +259,6 @@ class ReadPath(WaitPath):
 
     _refresh_slow = disable(_refresh_now)
 
-    def _trace_now(self) -> None:
-        """The publisher wants what this process does in a trace, or no more of it."""
-        which, before = self.requested_trace, self.trace
-        if before is not None:
-            warn_of_end(before, self.name)
-        self.write_trace(which)  # even if it fails: the next section does not try again
-        if which:
-            worker = self.arena.control.row(self.row).worker
-            self.write_trace(which, joined(self._writer_owner, which, self.name, worker))
-
-    _trace_slow = disable(_trace_now)
 
     @disable
     def _look_for_successor(self) -> None:

@@ -159,37 +159,33 @@ class WaitPath(_native.Reader):
         `entering`: this thread enters a section of exactly this version, and holds the lock. Else no lock is held, and
         every version of a session that is newer than the calling thread's counts.
         """
-        trace, started, session = self.trace, time.perf_counter(), self.used_session
-        try:
-            while True:
-                if not entering and self.session != session:
-                    if self.has_used_version:
-                        self.use_applied_version()
-                    return self.latest
-                if self.wait_version_slice(version, slice_until(deadline)) and (latest := self.latest) >= version:
-                    return latest
-                gone, closed = self.gone, self.state == State.CLOSED  # death first: then the state is final
-                self._look_up()
-                late = time.monotonic() >= deadline
-                if gone:
-                    last = max(self.latest, self.final_version if self.arena.slots == 1 else 0)
-                    if last >= version:
-                        return last
-                    if self._move_to_successor_in_wait(deadline, entering):
-                        continue
-                    if self._successor is None or self.in_section or late:
-                        raise self._none_will_come(version, closed)
-                    time.sleep(slice_until(deadline) / 1e9)
-                elif late:
-                    raise PublishTimeout(
-                        f"version {version} of arena {self.name!r} was not published within "
-                        f"{time.perf_counter() - started:.3g} s, the newest is {self.latest}; see whether the trainer "
-                        "still publishes, or give it more time with timeout=",
-                        version=version,
-                    )
-        finally:
-            if trace is not None:
-                trace.span("wait for a version", int(started * 1e9), version)
+        started, session = time.perf_counter(), self.used_session
+        while True:
+            if not entering and self.session != session:
+                if self.has_used_version:
+                    self.use_applied_version()
+                return self.latest
+            if self.wait_version_slice(version, slice_until(deadline)) and (latest := self.latest) >= version:
+                return latest
+            gone, closed = self.gone, self.state == State.CLOSED  # death first: then the state is final
+            self._look_up()
+            late = time.monotonic() >= deadline
+            if gone:
+                last = max(self.latest, self.final_version if self.arena.slots == 1 else 0)
+                if last >= version:
+                    return last
+                if self._move_to_successor_in_wait(deadline, entering):
+                    continue
+                if self._successor is None or self.in_section or late:
+                    raise self._none_will_come(version, closed)
+                time.sleep(slice_until(deadline) / 1e9)
+            elif late:
+                raise PublishTimeout(
+                    f"version {version} of arena {self.name!r} was not published within "
+                    f"{time.perf_counter() - started:.3g} s, the newest is {self.latest}; see whether the trainer "
+                    "still publishes, or give it more time with timeout=",
+                    version=version,
+                )
 
     def _move_to_successor_in_wait(self, deadline: float, entering: bool) -> bool:
         """Does the subscriber read another arena now? A section keeps the one that it has entered."""

@@ -21,7 +21,6 @@ from ..adopt.adopting import Adoption
 from ..copy.copy_plan import CopyPlan
 from ..deadlines import Samples
 from ..stats import Counts, PublisherStats
-from ..verify.tracing import TraceSwitch
 from .acks import Acks, WorkerWatch, wait_for_acks
 from .close_request import CloseRequest
 from .device_writes import DeviceWrites
@@ -60,7 +59,6 @@ class WriteSide:
         self.not_started: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # Workers, and how many
         self.close_request = CloseRequest(self.lock)
         self.pin_wait = PinWait(arena, name, self._writer, self.peers, owner, self.close_request)
-        self.traces = TraceSwitch(self._writer, arena.control, name)
         self._hand_out: HandOut | None = None
         self._watched = False
         self.touched = True  # may the write that is under way have changed a byte?
@@ -220,14 +218,13 @@ class WriteSide:
         try:
             return self.pin_wait.until_free(deadline)
         finally:
-            ended = writer.marked_at if writer.writing else 0  # there the write begins, in the trace too
-            self._waited(self.counts.pin_wait, "wait for readers", started, int(writer.next_version), ended)
+            self.counts.pin_wait.add(time.perf_counter() - started)
 
     def wait_while_stopped(self, deadline: float) -> None:
         """Wait, with the gate open, until the stopped process goes on, leaves or dies; at most to the deadline."""
         started = time.perf_counter()
         self.pin_wait.while_stopped(deadline)
-        self._waited(self.counts.pin_wait, "wait for a stopped reader", started, self.next_version)
+        self.counts.pin_wait.add(time.perf_counter() - started)
 
     def address(self) -> int:
         """Where the slot to write starts."""
@@ -248,14 +245,10 @@ class WriteSide:
         """Take a failed write back: the arena is as before, or poisoned if its only slot may be half written."""
         self.counts.aborted += 1
         self.writes.take_back()
-        began = self._writer.marked_at if self._writer.writing else 0
         if self.arena.slots == 1 and self.writer.writing and self.touched:
             self.writer.poison()
         else:
             self.writer.abort()
-        trace = self._writer.trace
-        if began and trace is not None:
-            trace.span("failed publish", began, self.next_version)
 
     def refuse_poisoned(self) -> None:
         """Raise if the last update() failed half way."""
@@ -300,22 +293,14 @@ class WriteSide:
                         raise
                 ending()
         finally:
-            self._waited(self.counts.ack_wait, "wait for acks", started, version)
+            self.counts.ack_wait.add(time.perf_counter() - started)
             if len(self.peers):  # a worker was late; rows that were given back need no pidfd any more
                 self.peers.keep_only({owner for _, owner in self.arena.control.owners()})
-
-    def _waited(self, samples: Samples, what: str, started: float, version: int, ended: int = 0) -> None:
-        """A wait of this kind is over. Times of time.perf_counter() and time.perf_counter_ns(); 0: now."""
-        samples.add(time.perf_counter() - started)
-        trace = self._writer.trace
-        if trace is not None:
-            trace.span(what, int(started * 1e9), version, ended)
 
     def end(self) -> None:
         """The arena ends: nothing more is published."""
         self.writes.take_back()
         self._writer.close()
-        self.traces.end()
 
     def stats(self) -> PublisherStats:
         """Counts and latencies so far."""

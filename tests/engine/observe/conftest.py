@@ -1,8 +1,0 @@
-from __future__ import annotations
-
-import pytest
-
-
-@pytest.fixture
-def file(tmp_path):
-    return tmp_path / "trace.json"
