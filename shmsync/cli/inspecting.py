@@ -18,6 +18,7 @@ from .output import Commands, Page, command, duration, per_second, seconds, size
 _EXAMPLES = """
 shmsync inspect policy
 shmsync inspect policy --depth 1             totals of what is deeper
+shmsync inspect policy --digest              a hash of each tensor, as pub.digest() has it
 shmsync inspect policy --json | jq '.readers[] | select(.lag > 0)'
 """
 # Before an entry of the tree, before the last one, and before what lies below each of them.
@@ -32,6 +33,7 @@ def add(commands: Commands) -> None:
     made.add_argument("name", metavar="NAME", help="the arena's name, as `shmsync list` shows it")
     made.add_argument("--json", action="store_true", help="for programs; times in seconds, sizes in bytes")
     made.add_argument("--depth", type=int, default=math.inf, metavar="N", help="show so many levels of the weights")
+    made.add_argument("--digest", action="store_true", help="attach as a reader, and show a hash of each tensor")
     made.add_argument(
         "--interval", type=seconds(), default=0.5, metavar="S", help="count versions for so many seconds (0.5)"
     )
@@ -54,9 +56,13 @@ def _run(arguments: argparse.Namespace) -> int:
         manifest = manifest_of(seen.name) if seen.readable else None
     except ShmSyncError as error:
         problem = str(error)
+    digested = _digested(seen.name) if arguments.digest else None
     page = Page()
     if arguments.json:
-        page.line(json.dumps(as_dict(seen, rate) | {"leaves": _leaves(manifest)}))
+        shown = as_dict(seen, rate) | {"leaves": _leaves(manifest)}
+        if digested is not None:
+            shown["digest"] = {"version": digested[0], "leaves": digested[1]}
+        page.line(json.dumps(shown))
         return 0
     _head(page, seen, rate, arguments.interval)
     if not seen.readable:
@@ -72,6 +78,11 @@ def _run(arguments: argparse.Namespace) -> int:
         first = {offset: names[0] for offset, names in ties(manifest).items()}
         for line in _tree(weights, "", _LINES if page.shows("".join(_LINES)) else _ASCII, first, arguments.depth):
             page.line(page.cut(line))
+    if digested is not None:
+        page.line()
+        page.line(f"digests of version {digested[0]}")
+        for name, digest in digested[1].items():
+            page.line(f"  {digest}  {name}")
     page.line()
     page.line("slots")
     for number, slot in enumerate(seen.slots):
@@ -81,6 +92,13 @@ def _run(arguments: argparse.Namespace) -> int:
     if seen.readers:
         page.table(_HEAD, _readers(seen), right=(0, 1, 3, 4, 5, 6, 7, 8, 9), indent="  ")
     return 0
+
+
+def _digested(name: str) -> tuple[int, dict[str, str]]:
+    from ..engine.subscriber import Subscriber  # which imports torch
+
+    with Subscriber(name, consistency="optimistic") as sub:
+        return sub.digest()
 
 
 def _tree(

@@ -19,6 +19,7 @@ from ..memory.devices import named
 from .adopt.optimizer_hooks import as_list
 from .arena_writer import ArenaWriter
 from .deadlines import DEFAULT_TIMEOUT, check_worker, deadline_after, timeout_or_default, timeout_or_none, whole
+from .digest import digests_of
 from .read.snapshot import copied_state
 from .source.arena_device import SAME
 from .source.dtypes import Dtypes, check_dtypes
@@ -129,6 +130,20 @@ class Publisher:
             side.ready(deadline_after(None, side.timeout))
             side.refuse_poisoned()
             return copied_state(side.arena, side.current[1])
+
+    def digest(self) -> tuple[int, dict[str, str]]:
+        """The published version, and a digest of each of its leaves by dotted key.
+
+        A digest is 16 bytes of BLAKE2b, in hex, of the leaf's bytes as they lie in the arena. Compare it with that of
+        Subscriber.digest(). Raises as state_dict() does.
+        """
+        side = self._writer.side
+        side.check()
+        with side.lock:
+            side.ready(deadline_after(None, side.timeout))
+            side.refuse_poisoned()
+            version, slot = side.current
+            return version, digests_of(side.arena, slot)
 
     @property
     def handle(self) -> Handle:

@@ -21,6 +21,7 @@ from .bind.install_guards import bind
 from .bind.module_check import ModuleCheck
 from .by_value import copy_by_value
 from .deadlines import DEFAULT_TIMEOUT, timeout_or_none
+from .digest import digests_held, digests_of
 from .read.opening import open_reader
 from .read.reading import ReadPath
 from .read.snapshot import Snapshot, copied, state_of
@@ -271,6 +272,32 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         """
         tensors, _ = self._copied()
         return state_of(tensors, self._reader.arena.manifest)
+
+    def digest(self, *modules: nn.Module) -> tuple[int, dict[str, str]]:
+        """The newest version, which is applied first, and a digest of each of its leaves by dotted key.
+
+        Equal values of one dtype have equal digests, so a worker that computes with what was published has the digests
+        of Publisher.digest(). With "live" they may be of two versions.
+
+        Args:
+            *modules: take the digests of what these modules hold now, whether they are bound or not, in the place of
+                the leaves. Together they must hold every leaf.
+
+        Raises:
+            ManifestMismatch: names the leaves that no module holds, or holds in another shape.
+            ValueError: two of the modules hold different values of one leaf.
+            ShmSyncError: as in read().
+        """
+        reader = self._reader
+        reader.check_open()
+
+        def taken() -> tuple[int, dict[str, str]]:
+            version, slot = reader.held
+            if modules:
+                return version, digests_held(reader.arena, slot, modules)
+            return version, digests_of(reader.arena, slot)
+
+        return reader.run_as_is(taken)
 
     def _copied(self) -> tuple[dict[Key, torch.Tensor], int]:
         """The leaves of one version in new memory, and that version."""

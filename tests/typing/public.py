@@ -26,6 +26,7 @@ def trainer(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         pub.adopt(module, optimizer)
         assert_type(pub.handle, shmsync.Handle)
         assert_type(pub.state_dict(), dict[str, torch.Tensor])
+        assert_type(pub.digest(), tuple[int, dict[str, str]])
         assert_type(pub.readers(), list[shmsync.ReaderInfo])
         assert_type(pub.readers()[0].state, shmsync.ProcessState)
         assert_type(pub.stats().publish, shmsync.Latency)
