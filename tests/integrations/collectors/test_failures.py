@@ -14,7 +14,7 @@ from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from support import processes
 from support.calls import Call
 from support.processes import until, until_waits
-from support.torchrl import environments, parts, policies
+from support.torchrl import parts, policies
 from support.torchrl.parts import ask, ask_one, pids, tags
 from support.torchrl.policies import Acting, Remembering, Tagged, seen
 
@@ -52,10 +52,9 @@ def test_a_killed_worker_is_named_and_the_next_update_goes_on_without_it(collect
         assert tag(collecting, 1 - victim) == number
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_a_worker_killed_in_a_forward_while_the_update_waits_is_named(collector, slots, tmp_path):
+def test_a_worker_killed_in_a_forward_while_the_update_waits_is_named(collector, tmp_path):
     policy = Tagged()
-    collecting = collector(policy, frames_per_batch=2, scheme=ShmWeightSyncScheme(slots=slots, timeout=60))
+    collecting = collector(policy, frames_per_batch=2, scheme=ShmWeightSyncScheme(timeout=60))
     end_forwards = parts.enter_forwards(collecting, tmp_path)
 
     def kill_when_it_waits():
@@ -63,15 +62,10 @@ def test_a_worker_killed_in_a_forward_while_the_update_waits_is_named(collector,
         kill(collecting, 1)
         end_forwards()
 
-    def update():
-        collecting.update_policy_weights_()
-        killing.join()
-        collecting.update_policy_weights_()  # two slots: the first was applied beside the forward
-
     killing = Call(kill_when_it_waits)
     policy.set(1)
     with pytest.raises(shmsync.WorkerDied) as caught:
-        update()
+        collecting.update_policy_weights_()
     killing.result()
     assert caught.value.missing == [1]
     policy.set(2)
@@ -102,16 +96,6 @@ def test_without_sync_a_death_does_not_stop_the_updates(collector):
     until(lambda: tag(collecting, 0) == 3)
 
 
-def test_a_death_of_one_of_two_groups_is_named_once(collector):
-    collecting = collector(Tagged(), scheme=ShmWeightSyncScheme(per_worker_weights=True))
-    kill(collecting, 0)
-    with pytest.raises(shmsync.WorkerDied) as caught:
-        collecting.update_policy_weights_({0: Tagged(1), 1: Tagged(2)})
-    assert caught.value.missing == [0] and tag(collecting, 1) == 2
-    collecting.update_policy_weights_(Tagged(3))
-    assert tag(collecting, 1) == 3
-
-
 def test_what_a_worker_raises_while_it_applies_is_raised_here_with_its_traceback(collector):
     policy = Acting(Remembering())
     collecting = collector(policy, kind=MultiAsyncCollector)
@@ -127,17 +111,6 @@ def test_what_a_worker_raises_while_it_applies_is_raised_here_with_its_traceback
     assert ask(collecting, "policy.call", policies.notes) == [[(1, ["good"])]] * 2
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_each_failure_is_raised_by_the_update_that_caused_it(collector, slots):
-    collecting = collector(Acting(Remembering()), scheme=ShmWeightSyncScheme(slots=slots))
-    good, bad = Acting(Remembering(["good"])), Acting(Remembering(["bad"]))
-    for _ in range(200):
-        with pytest.raises(RuntimeError, match="^a bad note$"):
-            collecting.update_policy_weights_(bad)
-        collecting.update_policy_weights_(good)
-    assert ask(collecting, "policy.call", policies.notes) == [[(1, ["good"])]] * 2
-
-
 def test_a_worker_that_fails_does_not_keep_the_others_from_applying(collector):
     collecting = collector(Acting(Remembering()))
     weights = {0: Acting(Remembering(["good"])), 1: Acting(Remembering(["bad"]))}
@@ -147,10 +120,9 @@ def test_a_worker_that_fails_does_not_keep_the_others_from_applying(collector):
     assert ask_one(collecting, 0, "policy.call", policies.notes) == [(1, ["good"])]
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_a_stopped_worker_is_late_and_works_again_when_it_goes_on(collector, slots):
+def test_a_stopped_worker_is_late_and_works_again_when_it_goes_on(collector):
     policy = Tagged()
-    collecting = collector(policy, scheme=ShmWeightSyncScheme(slots=slots, timeout=0.5))
+    collecting = collector(policy, scheme=ShmWeightSyncScheme(timeout=0.5))
     stop(collecting, 1)
     policy.set(1)
     with pytest.raises(shmsync.AckTimeout, match=rf"stopped: worker 1 \(pid {pids(collecting)[1]}\)") as caught:
@@ -179,46 +151,3 @@ def test_a_worker_stopped_in_a_forward_stalls_an_update_for_no_longer_than_the_t
     policy.set(2)
     collecting._weight_sync_schemes["policy"].send(timeout=60)
     assert tags(collecting) == [2, 2]
-
-
-def test_a_worker_that_was_stopped_while_workers_parted_finds_its_way(collector):
-    """Weights for it alone are in an arena of their own, which it could not move to so far."""
-    collecting = collector(Tagged(), scheme=ShmWeightSyncScheme(timeout=0.3))
-    scheme = collecting._weight_sync_schemes["policy"]
-    stop(collecting, 1)
-    for weights, worker_ids in ((Tagged(1), [1]), (Tagged(2), None), (Tagged(3), [1])):
-        with pytest.raises(shmsync.AckTimeout) as caught:
-            scheme.send(weights, worker_ids)
-        assert caught.value.missing == [1]
-    assert tag(collecting, 0) == 2
-    os.kill(pids(collecting)[1], signal.SIGCONT)
-    until(lambda: tag(collecting, 1) == 3)  # without another update
-    scheme.send(Tagged(4), timeout=60)
-    assert tags(collecting) == [4, 4]
-
-
-def test_of_a_dead_and_a_stopped_worker_both_are_named(collector):
-    policy = Tagged()
-    collecting = collector(policy, scheme=ShmWeightSyncScheme(timeout=0.5))
-    kill(collecting, 0)
-    stop(collecting, 1)
-    with pytest.raises((shmsync.WorkerDied, shmsync.AckTimeout)) as caught:
-        collecting.update_policy_weights_()
-    assert sorted(caught.value.missing) == [0, 1]
-    os.kill(pids(collecting)[1], signal.SIGCONT)
-    policy.set(3)
-    collecting._weight_sync_schemes["policy"].send(timeout=60)
-    assert tag(collecting, 1) == 3
-
-
-def test_a_death_does_not_hide_in_another_models_update(collector):
-    """Each scheme finds it out for itself."""
-    critic = parts.scheme_of(environments.Critic(1), "env.critic")
-    collecting = collector(Tagged(), schemes={"policy": ShmWeightSyncScheme(), "env.critic": critic})
-    kill(collecting, 1)
-    for model_id, weights in (("policy", Tagged(1)), ("env.critic", environments.Critic(2))):
-        with pytest.raises(shmsync.WorkerDied) as caught:
-            collecting.update_policy_weights_(weights, model_id=model_id)
-        assert caught.value.missing == [1]
-        collecting.update_policy_weights_(weights, model_id=model_id)
-    assert tag(collecting, 0) == 1 and ask_one(collecting, 0, "env.critic.read") == 2

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
-import shmsync
-from support.torchrl import parts, policies
+from support.torchrl import policies
 from support.torchrl.parts import ask
-from support.torchrl.policies import Acting, Normalising, Outer, Remembering, Tied
+from support.torchrl.policies import Acting, Normalising, Outer, Tied
 
 COUNT = "module.norm.num_batches_tracked"
 
@@ -51,11 +49,6 @@ def test_lazy_parameters_get_their_shapes_from_the_environment(collector):
     assert torch.equal(batch["action"], 4 * 2 * (2 * batch["observation"] + 2) + 2)
 
 
-def test_lazy_parameters_that_cannot_be_run_are_refused_with_the_reason(collector):
-    with pytest.raises(shmsync.ManifestMismatch, match="lazy parameters"):
-        collector(Acting(nn.Sequential(nn.LazyLinear(4), nn.Linear(3, 1))))
-
-
 def test_tied_parameters_stay_tied(collector):
     policy = Acting(Tied())
     collecting = collector(policy)
@@ -79,44 +72,3 @@ def test_extra_state_of_several_modules_goes_to_each(collector):
     policy.module.inner.write("more")
     collecting.update_policy_weights_()
     assert notes(collecting) == [[(2, ["inner", "more"]), (2, ["deeper", "still"])]] * 2
-
-
-def test_extra_state_grows_for_one_worker_alone(collector):
-    collecting = collector(Acting(Remembering()))
-    long = "y" * 100_000
-    collecting.update_policy_weights_({1: Acting(Remembering([long]))})
-    assert notes(collecting) == [[(0, [])], [(1, [long])]]
-    collecting.update_policy_weights_(Acting(Remembering(["short", "notes"])))
-    assert notes(collecting) == [[(2, ["short", "notes"])]] * 2
-
-
-def test_other_data_types_scalars_and_empty_tensors(collector):
-    policy = Acting(nn.Linear(1, 1))
-    policy.register_parameter("short", nn.Parameter(torch.ones(3, dtype=torch.bfloat16)))
-    policy.register_parameter("empty", nn.Parameter(torch.ones(0, 4)))
-    policy.register_buffer("mask", torch.tensor([True, False]))
-    policy.register_buffer("count", torch.tensor(3, dtype=torch.int64))
-    collecting = collector(policy)
-    with torch.no_grad():
-        policy.short.fill_(2.5)
-        policy.mask.logical_not_()
-        policy.count.add_(1 << 40)
-    collecting.update_policy_weights_()
-    for found in ask(collecting, "policy.read"):
-        assert found["short"].dtype == torch.bfloat16 and found["short"].tolist() == [2.5] * 3
-        assert found["empty"].shape == (0, 4)
-        assert found["mask"].tolist() == [False, True] and int(found["count"]) == 3 + (1 << 40)
-
-
-@pytest.mark.parametrize("attribute", ["tag", "layers"])
-def test_weights_that_were_looked_at_in_a_worker_still_follow(collector, attribute):
-    """torch moves a tensor's memory when it is sent to another process, here as the answer to getattr_policy()."""
-    policy = policies.Tagged()
-    collecting = collector(policy)
-    found = collecting.getattr_policy(attribute)
-    assert all(weight.tolist() == [0] * len(weight) for weight in ([found] if attribute == "tag" else found))
-    for tag in (1, 2):
-        policy.set(tag)
-        collecting.update_policy_weights_()
-        assert parts.tags(collecting) == [tag, tag]
-    assert policies.seen(next(iter(collecting))).unique().tolist() == [2]

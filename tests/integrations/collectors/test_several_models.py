@@ -37,22 +37,6 @@ def test_each_model_is_updated_by_its_id(collector):
     assert (seen(batch) == 3).all() and (batch["next", "reward"] == 30).all()
 
 
-def test_the_policy_version_counts_the_policys_updates_only(collector):
-    policy, critic = Tagged(), Critic()
-    collecting = collector(
-        policy, schemes={"policy": ShmWeightSyncScheme(), "env.critic": scheme_of(critic, "env.critic")}
-    )
-    batches = iter(collecting)
-    for update in range(1, 4):
-        for _ in range(update):
-            collecting.update_policy_weights_(Critic(update), model_id="env.critic")
-        policy.set(update)
-        collecting.update_policy_weights_()
-        batch = next(batches)
-        assert (batch["policy_version"] == update).all() and (batch["next", "policy_version"] == update).all()
-        assert (seen(batch) == update).all() and (batch["next", "reward"] == update).all()
-
-
 def test_a_value_net_in_a_transform(collector):
     value = Critic(5)
     schemes = {"policy": ShmWeightSyncScheme(), VALUE: scheme_of(value, VALUE)}
@@ -87,12 +71,6 @@ def test_statistics_of_a_transform_are_extra_state(collector):
         trained.rollout(50)
         collecting.update_policy_weights_(form(), model_id="env.transform[0]")
         arrived()
-
-
-def test_a_model_id_without_a_scheme_is_named(collector):
-    collecting = collector(Tagged())
-    with pytest.raises(KeyError, match="env.critic"):
-        collecting.update_policy_weights_(Critic(1), model_id="env.critic")
 
 
 def test_a_model_that_does_not_fit_leaves_the_others_as_they_are(collector):

@@ -7,12 +7,12 @@ import signal
 
 import pytest
 import torch
-from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
+from torchrl.collectors import MultiSyncCollector
 
 import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from support.processes import alive, segments
-from support.torchrl import children, environments, parts, probes
+from support.torchrl import children, parts, probes
 from support.torchrl.environments import Critic, Steps
 from support.torchrl.parts import ask, tags
 from support.torchrl.policies import Tagged, seen
@@ -61,7 +61,6 @@ def last_days_of(collecting):
     assert caught.value.missing == [0]
 
 
-@pytest.mark.full  # a collector of many seconds; test_fork runs the same one
 def test_spawn():
     with parts.collectors("spawn") as make:
         policy = Tagged(1)
@@ -94,39 +93,23 @@ def test_a_worker_may_fork(collector):
             os.kill(child, signal.SIGKILL)
 
 
-def test_environments_in_processes_of_their_own(collector):
-    policy = Tagged()
-    collecting = collector(policy, env=environments.parallel, track_policy_version=False)
-    batches = iter(collecting)
-    for tag in (1, 2, 3):
-        policy.set(tag)
-        collecting.update_policy_weights_()
-        batch = next(batches)
-        assert batch.shape == (2, 2, 5) and seen(batch).unique().tolist() == [tag]
-
-
-def forked(say, kind):
+def forked(say):
     torch.multiprocessing.set_start_method("fork", force=True)
     policy = Tagged(1)
-    schemes = schemes_of_two() if kind is MultiSyncCollector else {"policy": ShmWeightSyncScheme()}
+    schemes = schemes_of_two()
     options = {"frames_per_batch": 20, "total_frames": -1, "track_policy_version": True}
-    collecting = kind([Steps] * 2, policy, weight_sync_schemes=schemes, **options)
+    collecting = MultiSyncCollector([Steps] * 2, policy, weight_sync_schemes=schemes, **options)
     say([process._start_method for process in collecting.procs])
     life_of(collecting, policy)
-    if kind is MultiSyncCollector:
-        second_model_of(collecting)
-        last_days_of(collecting)
-        parts.shut(schemes)
-    else:
-        collecting.shutdown()
-        del collecting, schemes
+    second_model_of(collecting)
+    last_days_of(collecting)
+    parts.shut(schemes)
     say(segments())
 
 
-@pytest.mark.parametrize("kind", [MultiSyncCollector, pytest.param(MultiAsyncCollector, marks=pytest.mark.full)])
-def test_fork(kind):
+def test_fork():
     """With fork the scheme is not pickled: a worker has the trainer's, with everything that it holds."""
-    with children.child(forked, kind, method="spawn") as child:
+    with children.child(forked, method="spawn") as child:
         assert child.hear() == ["fork", "fork"]
         assert child.hear() == []
         child.process.join()

@@ -8,9 +8,8 @@ from tensordict import TensorDict
 
 import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
-from support.calls import Call
-from support.torchrl.parts import ask, tags
-from support.torchrl.policies import Acting, Normalising, Tagged, seen
+from support.torchrl.parts import tags
+from support.torchrl.policies import Tagged, seen
 
 
 def with_weights(state, *values):
@@ -20,18 +19,6 @@ def with_weights(state, *values):
             key: torch.full_like(weight, value) for key, weight in policy.items()
         }
     return state
-
-
-def test_the_state_of_a_collector_has_the_workers_weights(collector):
-    collecting = collector(Tagged(1))
-    collecting.update_policy_weights_({1: Tagged(2)})
-    state = collecting.state_dict()
-    for worker, value in enumerate((1, 2)):
-        policy = state[f"worker{worker}"]["policy_state_dict"]
-        assert sorted(policy) == ["layers.0", "layers.1", "tag"]
-        assert all((weight == value).all() for weight in policy.values())
-    collecting.update_policy_weights_(Tagged(3))
-    assert (state["worker0"]["policy_state_dict"]["tag"] == 1).all()  # it stays as it was
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -50,43 +37,6 @@ def test_a_loaded_state_is_the_workers_own_until_the_next_update(collector, slot
         assert seen(next(batches)).unique().tolist() == [update]
     collecting.load_state_dict(with_weights(collecting.state_dict(), 9, 9))
     assert tags(collecting) == [9, 9]
-
-
-@pytest.mark.parametrize("slots", [1, 2])
-def test_states_are_loaded_while_updates_come(collector, slots):
-    """A worker writes in what it loads, and that must not be the read-only memory of an update that came meanwhile."""
-    collecting = collector(Tagged(), scheme=ShmWeightSyncScheme(slots=slots))
-    state = with_weights(collecting.state_dict(), 5, 6)
-    updates = Call(lambda: [collecting.update_policy_weights_(Tagged(n)) for n in range(300)])
-    loads = 0
-    while updates.is_alive():
-        collecting.load_state_dict(state)
-        loads += 1
-    updates.result()
-    assert loads > 5
-    collecting.update_policy_weights_(Tagged(7))
-    assert tags(collecting) == [7, 7]
-    collecting.load_state_dict(state)
-    assert tags(collecting) == [5, 6]
-
-
-def test_a_partial_update_after_a_load_brings_everything(collector):
-    """What a worker loaded lasts until the next version, which is the trainer's in full."""
-    collecting = collector(Tagged(1))
-    collecting.load_state_dict(with_weights(collecting.state_dict(), 5, 6))
-    collecting.update_policy_weights_({"layers.0": torch.full((4,), 2.0)})
-    for found in ask(collecting, "policy.read"):
-        assert found["layers.0"].tolist() == [2] * 4 and found["layers.1"].tolist() == [1] * 4
-
-
-def test_buffers_are_loaded_too(collector):
-    policy = Acting(Normalising())
-    collecting = collector(policy)
-    state = collecting.state_dict()
-    for worker in ("worker0", "worker1"):
-        state[worker]["policy_state_dict"]["module.norm.running_mean"].fill_(4)
-    collecting.load_state_dict(state)
-    assert [float(found["module.norm.running_mean"]) for found in ask(collecting, "policy.read")] == [4, 4]
 
 
 def half_fitting(policy):

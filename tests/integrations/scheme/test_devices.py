@@ -6,7 +6,7 @@ from torch import nn
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from support.devices.simulated import Simulated, installed
 from support.processes import segments
-from support.torchrl.pair import Counting, filled, net
+from support.torchrl.pair import filled, net
 
 
 @pytest.fixture
@@ -47,40 +47,6 @@ def test_device_of_the_scheme_wins_over_that_of_the_policies(two, pair):
     made = pair(model, 2, start=start(model, [None, None]), lie=["simulated:1", None], device=["simulated:1", None])
     made.sender.send(filled(model, 2.0))
     assert (values(made), places(made)) == ([{2.0}] * 2, ["simulated:1", "cpu"])
-
-
-def test_without_a_word_the_arena_lies_where_the_first_weights_are(two, pair):
-    model = filled(net(), 1.0)
-    model.to("simulated:1")
-    made = pair(model, 2, start=start(model, [None, None]))
-    assert places(made) == ["simulated:1"] * 2
-
-
-def test_where_no_arena_can_lie_the_weights_lie_in_the_hosts_memory(two, pair):
-    model = filled(net(), 1.0)
-    made = pair(model, 2, start=start(model, ["mps", "simulated:0"]), lie=[None, "simulated:0"])
-    made.sender.send(filled(model, 2.0))
-    assert (values(made), places(made)) == ([{2.0}] * 2, ["cpu", "simulated:0"])
-
-
-def test_an_update_for_some_workers_stays_on_their_device(two, pair):
-    model = filled(net(), 1.0)
-    where = ["simulated:0"] * 2 + ["simulated:1"]
-    made = pair(model, 3, start=start(model, where), lie=where)
-    made.sender.send(filled(model, 2.0), worker_ids=[1])
-    assert values(made) == [{1.0}, {2.0}, {1.0}]
-    made.sender.send(filled(model, 3.0), worker_ids="simulated:0")
-    assert values(made) == [{3.0}, {3.0}, {1.0}]
-    assert places(made) == ["simulated:0"] * 2 + ["simulated:1"]
-
-
-def test_extra_state_comes_along_on_a_device(two, pair):
-    model = filled(Counting(), 1.0)
-    made = pair(model, 2, start=start(model, ["simulated:0", None]), lie=["simulated:0", None])
-    model.words.append("b")
-    made.sender.send(filled(model, 2.0))
-    assert [own.words for own in made.models] == [["a", "b"]] * 2
-    assert places(made, "linear.weight") == ["simulated:0", "cpu"]
 
 
 def test_what_cannot_be_is_refused_before_anything_is_made(two):

@@ -1,4 +1,4 @@
-"""What a forward sees, and when an update waits for one."""
+"""What a forward sees, when an update waits for one, and that no send outlives its deadline."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import shmsync
+from support.calls import Call
 from support.processes import until_waits
-from support.torchrl.pair import Held, filled, net
+from support.torchrl.pair import Held, filled
 
 
 def test_nothing_moves_in_a_forward_and_everything_after_it(pair):
@@ -38,18 +39,6 @@ def test_nothing_moves_in_a_forward_and_everything_after_it(pair):
         assert (both.models[0](torch.ones(1, 2)) == 6).all()
 
 
-def test_a_forward_of_one_model_does_not_hold_up_another(pair, in_forward):
-    policy, value = pair(filled(Held(2, 2), 1), workers=1), pair(filled(net(), 1), workers=1)
-    end = in_forward(policy.models[0])
-    value.sender.send(filled(net(), 2))  # one thread serves both
-    policy.sender.sync = False
-    with pytest.raises(shmsync.ReaderStalled):
-        policy.sender.send(filled(Held(2, 2), 2), timeout=0.2)
-    assert end() == 3
-    policy.sender.send(filled(Held(2, 2), 2))
-    assert (value.models[0][0].weight == 2).all()
-
-
 def test_an_update_that_came_in_a_forward_is_applied_when_it_ends(pair, in_forward):
     both = pair(filled(Held(2, 2), 1), slots=2)
     end = in_forward(both.models[0])
@@ -59,16 +48,6 @@ def test_an_update_that_came_in_a_forward_is_applied_when_it_ends(pair, in_forwa
     assert (both.models[1].weight == 2).all() and (both.models[0].weight == 1).all()
     assert end() == 3
     assert (both.models[0].weight == 2).all()
-
-
-def test_a_worker_that_has_not_moved_yet_never_sees_the_weights_of_others(pair, in_forward):
-    both = pair(filled(Held(2, 2), 1), slots=2, sync=False)
-    end = in_forward(both.models[0])
-    both.sender.send(filled(Held(2, 2), 100), worker_ids=[0])
-    both.sender.send(filled(Held(2, 2), 7), worker_ids=[1])
-    assert end() == 3
-    with torch.no_grad():
-        assert both.models[0](torch.ones(1, 2)).mean() == 300
 
 
 def test_a_long_send_ends_no_other_workers_forward(pair, in_forward):
@@ -84,38 +63,6 @@ def test_a_long_send_ends_no_other_workers_forward(pair, in_forward):
     assert other() == 6
 
 
-@pytest.mark.parametrize("raises", [False, True])
-def test_an_update_that_came_in_somebody_elses_turn_is_applied_after_it(pair, raises):
-    class Slow(nn.Linear):
-        def forward(self, x):
-            entered.set()
-            until_waits(threading.main_thread(), "send")
-            raise ArithmeticError
-
-        def _load_from_state_dict(self, *args, **kwargs):
-            entered.set()
-            until_waits(threading.main_thread(), "send")
-            super()._load_from_state_dict(*args, **kwargs)
-
-    entered = threading.Event()
-    both = pair(filled(Slow(2, 2), 1), slots=2)
-    own = both.models[0]
-
-    def use():
-        if raises:
-            with pytest.raises(ArithmeticError), torch.no_grad():
-                own(torch.ones(1, 2))
-        else:
-            own.load_state_dict(filled(nn.Linear(2, 2), 9).state_dict())
-
-    user = threading.Thread(target=use)
-    user.start()
-    entered.wait()
-    both.sender.send(filled(nn.Linear(2, 2), 2))
-    user.join()
-    assert (own.weight == 2).all()
-
-
 def test_outputs_do_not_change_later(pair):
     class Shows(nn.Linear):
         def forward(self, x):
@@ -129,3 +76,37 @@ def test_outputs_do_not_change_later(pair):
         out = both.models[0](None)
     both.sender.send(filled(model, 2))
     assert (out["weight"] == 1).all() and (out["copies"][0] == 1).all() and out["copies"][1] == 1
+
+
+@pytest.fixture
+def busy(pair, in_forward):
+    """A pair whose worker is in a forward, so that sends wait; and what ends the forward."""
+    made = pair(Held(2, 2), workers=1, timeout=60)
+    return made, in_forward(made.models[0])
+
+
+def test_it_waits_no_longer_than_its_own_deadline(busy):
+    pair, end_forward = busy
+    first = Call(pair.sender.send, filled(Held(2, 2), 1))
+    until_waits(first, "send")
+    with pytest.raises(shmsync.WriterBusy, match="another thread"):
+        pair.sender.send(filled(Held(2, 2), 2), timeout=0.1)
+    end_forward()
+    first.result()
+    assert pair.weights("weight")[0].unique().tolist() == [1]
+
+
+def overrun(call, timeout):
+    """Seconds that a call which raises TimeoutError or WorkerDied took beyond its timeout."""
+    start = time.monotonic()
+    with pytest.raises((TimeoutError, shmsync.WorkerDied)):
+        call(timeout=timeout)
+    return time.monotonic() - start - timeout
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_worker_in_a_long_forward_holds_no_send_beyond_its_deadline(pair, in_forward, slots):
+    made = pair(Held(2, 2), workers=2, slots=slots)
+    in_forward(made.models[0])
+    overruns = [overrun(lambda timeout: made.sender.send(Held(2, 2), timeout=timeout), 0.1) for _ in range(3)]
+    assert min(overruns) < 0.1

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
-from shmsync.memory.arena import _all_mapped
+import shmsync
 from support.processes import until
 from support.torchrl.pair import Counting, filled, net
 
@@ -49,24 +51,7 @@ def test_the_forms_of_init_on_sender(pair):
     assert [w.mean() for w in mapped.weights("0.weight")] == [5, 6]
 
 
-def test_tied_parameters_and_identity(pair):
-    model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
-    model["b"].weight = model["a"].weight
-    both = pair(model)
-    own = both.models[0]
-    weight = own["a"].weight
-    assert own["b"].weight is weight
-    both.sender.send(filled(model, 4))
-    assert own["b"].weight is weight and own["a"].weight is weight and (weight == 4).all()
-
-
-def _written_arenas():
-    """Arenas that this process has mapped to write; one that was released may wait for the garbage collector."""
-    return {arena for arena in _all_mapped() if getattr(arena._slab, "writable", None) is not None}
-
-
 def test_extra_state_goes_with_the_weights_and_may_grow(pair):
-    before = _written_arenas()
     model = Counting()
     both = pair(model)
     assert [own.words for own in both.models] == [["a"], ["a"]]
@@ -86,7 +71,6 @@ def test_extra_state_goes_with_the_weights_and_may_grow(pair):
     both.sender.send(filled(nn.ModuleDict({"linear": nn.Linear(2, 2)}), 8))  # has none: what is there stays
     assert [own.words for own in both.models] == [["d"], ["d"]]
     assert all((w == 8).all() for w in both.weights("linear.weight"))
-    assert len(_written_arenas() - before) == 1, "arenas that were left"
     weights = TensorDict.from_module(filled(model, 6)).data
     weights["__extra_state__"] = TensorDict({"words": torch.ones(2)})
     both.sender.send(weights)
@@ -105,3 +89,122 @@ def test_a_failure_nobody_waited_for_raises_at_the_next_update(pair):
             both.sender.send(filled(model, 3))
             time.sleep(0.01)
     both.sender.send(filled(model, 4))
+
+
+def linear(value=0.0):
+    return filled(nn.Linear(2, 2), float(value))
+
+
+@pytest.mark.parametrize("options", [{}, {"slots": 2}, {"per_worker_weights": True}], ids=str)
+def test_updates_in_any_order(pair, options):
+    draw = random.Random(1)
+    own, workers = linear(), 3
+    made = pair(own, workers=workers, **options)
+    value, have = 0, [0] * workers
+    at_others = [None] * workers  # the policy's value when other weights went to the worker
+    for _ in range(40):
+        chosen = draw.choice([None, [0], [1, 2], [0, 1, 2], [2]])
+        reached = range(workers) if chosen is None else chosen
+        step = draw.choice(["write", "write again", "others", "others by worker", "policy", "nothing", "nothing"])
+        if step.startswith("write"):
+            value += step == "write"  # the same values once more are no change
+            filled(own, value)
+        elif step == "policy":
+            made.sender.send(own, chosen)
+        elif step == "nothing":
+            made.sender.send(None, chosen)
+        elif step == "others":
+            other = draw.randrange(1000, 2000)
+            sent = linear(other)
+            made.sender.send(draw.choice([sent, sent.state_dict()]), chosen)
+            filled(sent, -1.0)  # it may change afterwards
+        else:
+            other = draw.randrange(2000, 3000)
+            made.sender.send({worker: linear(other + worker) for worker in reached})
+        for worker in [] if step.startswith("write") else reached:
+            if step.startswith("others"):
+                have[worker], at_others[worker] = other + worker * (step != "others"), value
+            elif step == "policy" or at_others[worker] != value:
+                have[worker], at_others[worker] = value, None
+        for worker in range(workers):
+            assert made.weights("weight")[worker].unique().tolist() == [have[worker]], (step, chosen)
+
+
+def test_extra_state_alone_may_change(pair):
+    own = Counting()
+    made = pair(own, workers=1)
+    other = Counting()
+    other.words = ["other"]
+    made.sender.send(other)
+    made.sender.send(None)
+    assert made.models[0].words == ["other"]
+    own.words = ["own"]
+    made.sender.send(None)
+    assert made.models[0].words == ["own"]
+
+
+def assign(model):
+    model.load_state_dict({key: torch.full_like(t, 3) for key, t in model.state_dict().items()}, assign=True)
+
+
+def new_parts(model):
+    model[0] = filled(nn.Linear(3, 4), 3)
+    model[1].running_mean = torch.full((4,), 3.0)
+    model[2].weight = nn.Parameter(torch.full((2, 4), 3.0))
+
+
+@pytest.mark.parametrize("replace", [assign, new_parts])
+def test_replaced_tensors_are_sent(pair, replace):
+    model = filled(net(), 1)
+    both = pair(model)
+    replace(model)
+    both.sender.send()
+    for name in ("0.weight", "1.running_mean", "2.weight"):
+        assert all((w == 3).all() for w in both.weights(name))
+    filled(model, 4)
+    both.sender.send(model)
+    for name in ("0.weight", "1.running_mean", "2.weight"):
+        assert all((w == 4).all() for w in both.weights(name))
+
+
+def test_a_replaced_tensor_that_does_not_fit_is_refused(pair):
+    model = filled(net(), 1)
+    both = pair(model)
+    model[1].running_mean = torch.full((1,), 3.0)
+    with pytest.raises(shmsync.ManifestMismatch, match="running_mean"):
+        both.sender.send()
+    assert all((w == 1).all() for w in both.weights("1.running_mean"))
+
+
+def compiled(module):
+    return torch.compile(module, backend="eager")
+
+
+def compiled_inside(module):
+    module[0] = compiled(module[0])
+    return module
+
+
+WRAPPERS = {"plain": lambda m: m, "compiled": compiled, "compiled inside": compiled_inside}
+
+
+def numbers(module):
+    return {value for tensor in (*module.parameters(), *module.buffers()) for value in tensor.flatten().tolist()}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("trainer", "worker"), [("plain", "compiled"), ("compiled", "compiled inside"), ("AveragedModel", "plain")]
+)
+def test_the_same_keys_on_both_sides(pair, trainer, worker):
+    wrap = {**WRAPPERS, "AveragedModel": AveragedModel}[trainer]
+    inside = filled(net(), 1)
+    source, policy = wrap(inside), filled(net(), 0)
+    sender = pair(source, workers=1, models=[WRAPPERS[worker](policy)]).sender
+    assert numbers(policy) == {1}
+    sender.send(source)
+    filled(source.module if trainer == "AveragedModel" else inside, 2)
+    sender.send(source)
+    assert numbers(policy) == {2}
+    sender.send(filled(net(), 3))
+    assert numbers(policy) == {3}

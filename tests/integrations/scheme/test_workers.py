@@ -9,7 +9,6 @@ import torch
 from tensordict import TensorDict
 
 import shmsync
-from support.faults.interrupts import alarms
 from support.torchrl.pair import filled, net
 
 
@@ -31,35 +30,6 @@ def test_a_worker_that_leaves_is_named_once_and_may_come_back(pair):
     assert [w.mean().item() for w in both.weights("0.weight")] == [4, 4]
 
 
-def test_sends_to_some_workers_count_with_the_others(pair):
-    model = filled(net(), 1)
-    both = pair(model)
-    versions = [
-        both.sender.send(filled(model, i), worker_ids=to) for i, to in enumerate([None, [0], None, [1], [0], None])
-    ]
-    assert versions == list(range(versions[0], versions[0] + 6))
-    assert [w.mean().item() for w in both.weights("0.weight")] == [5, 5]
-
-
-def test_interrupted_sends_lose_no_worker(pair):
-    """Alarms that raise at random moments, in sends to all and to some."""
-
-    class Interrupt(Exception):
-        pass
-
-    model = filled(net(), 1)
-    both = pair(model)
-    both.sender.send(model, worker_ids=[0])
-    with alarms(Interrupt) as interrupted:
-        for round in range(400):
-            interrupted(lambda: both.sender.send(model, worker_ids=[[0], None, [1]][round % 3]), 1e-3)  # noqa: B023
-    assert interrupted.landed > 20
-    for value in (2, 3):
-        both.sender.send(filled(model, value))
-        assert [w.mean().item() for w in both.weights("0.weight")] == [value, value]
-    assert len(both.sender._sender.groups._groups) <= 2
-
-
 def test_a_workers_own_load_state_dict_lasts_until_the_next_update(pair):
     model = filled(net(), 1)
     both = pair(model)
@@ -72,15 +42,3 @@ def test_a_workers_own_load_state_dict_lasts_until_the_next_update(pair):
     assert [w.mean().item() for w in both.weights("0.weight")] == [5, 6] and (model[0].weight == 1).all()
     both.sender.send(filled(model, 2))
     assert [w.mean().item() for w in both.weights("0.weight")] == [2, 2]
-
-
-def test_a_worker_that_leaves_keeps_its_weights(pair):
-    model = filled(net(), 1)
-    both = pair(model)
-    both.sender.send(filled(model, 2))
-    both.receivers[0].shutdown()
-    own = both.models[0]
-    assert (own[0].weight == 2).all()
-    filled(own, 8)
-    own.eval()(torch.ones(1, 3))
-    assert "forward" not in vars(own)

@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 from torchrl.data import Binary, Composite, Unbounded
-from torchrl.envs import EnvBase, ParallelEnv, TransformedEnv
+from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.transforms import Transform, VecNormV2
 
 
@@ -82,7 +82,3 @@ def valued():
 
 def normalising():
     return TransformedEnv(Steps(), VecNormV2(in_keys=["observation"], decay=0.9))
-
-
-def parallel():
-    return ParallelEnv(2, Steps, mp_start_method="fork")

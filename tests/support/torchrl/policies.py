@@ -77,21 +77,6 @@ def seen(frames):
     return frames["tag"].squeeze(-1).long()
 
 
-class Fragile(Tagged):
-    """Its extra state says whether it can be applied."""
-
-    def __init__(self):
-        super().__init__()
-        self.broken = torch.tensor(False)
-
-    def get_extra_state(self):
-        return {"broken": self.broken.clone()}
-
-    def set_extra_state(self, state):
-        if state["broken"]:
-            raise RuntimeError("it is broken")
-
-
 class Forecaster(TensorDictModuleBase):
     """The policy of a storm: each frame says which weights it saw, less than 0 when they were not of one number."""
 
@@ -104,7 +89,7 @@ class Forecaster(TensorDictModuleBase):
         self.weather.become(number)
 
     def forward(self, tensordict):
-        number, _, matter, _ = self.weather()
+        number, matter, _ = self.weather()
         ones = torch.ones_like(tensordict["observation"])
         return tensordict.update({"action": ones, "forecast": ones * (number if matter == FINE else -matter)})
 

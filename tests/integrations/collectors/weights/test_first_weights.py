@@ -7,7 +7,6 @@ import functools
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.modules import RandomPolicy
 
 import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
@@ -46,25 +45,14 @@ def test_a_factory_for_each_worker(collector):
     assert seen(next(iter(collecting))).float().mean(1).tolist() == [3, 5]
 
 
-def test_factories_may_make_policies_of_different_form(collector):
-    collecting = collector(policy_factory=[functools.partial(Tagged, 1, size=4), functools.partial(Tagged, 2, size=8)])
-    assert tags(collecting) == [1, 2]
-    collecting.update_policy_weights_({0: Tagged(3, size=4), 1: Tagged(4, size=8)})
-    assert tags(collecting) == [3, 4]
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({}, "nothing"),
         ({"model": Tagged()}, "devices="),
-        ({"model": Tagged(), "devices": [CPU], "weights": TensorDict()}, "one of model and weights"),
         ({"model": Tagged(), "devices": [CPU], "num_workers": 2}, "num_workers is 2, but devices has 1"),
         ({"model": Tagged(), "device_map_fn": max}, "num_workers="),
-        ({"model": Tagged(), "device_map_fn": max, "num_workers": 1, "devices": [CPU]}, "no devices="),
         ({"params_map": {0: TensorDict()}, "devices": [CPU]}, "params_map stands alone"),
-        ({"params_map": {0: TensorDict()}, "model": Tagged()}, "params_map stands alone"),
-        ({"params_map": {"0": TensorDict()}}, "worker index to TensorDict"),
         ({"params_map": {0: {}}}, "worker index to TensorDict"),
     ],
 )
@@ -72,21 +60,6 @@ def test_contradictory_or_missing_arguments_are_refused(scheme, given, message):
     with pytest.raises(ValueError, match=message):
         scheme.init_on_sender(**given)
     assert not scheme.initialized_on_sender
-
-
-def test_a_policy_that_is_no_module_has_no_weights_to_send(collector):
-    with pytest.raises(TypeError, match=r"nn\.Module.*RandomPolicy"):
-        collector(RandomPolicy(environments.Steps().action_spec))
-
-
-def test_a_model_that_is_no_module_is_refused(scheme):
-    with pytest.raises(TypeError, match=r"nn\.Module.*dict"):
-        scheme.init_on_sender(model={"weight": torch.ones(1)}, devices=[CPU], model_id="policy")
-
-
-def test_a_model_id_that_the_trainer_cannot_find_says_what_to_do(collector):
-    with pytest.raises(ValueError, match=r"init_on_sender\(model_id='env.critic', model="):
-        collector(Tagged(), schemes={"policy": ShmWeightSyncScheme(), "env.critic": ShmWeightSyncScheme()})
 
 
 def test_a_model_id_that_workers_do_not_have_is_named(collector, scheme):

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
-
 import pytest
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector, WeightUpdaterBase
 
@@ -107,41 +103,3 @@ def test_a_second_collector_is_refused(start):
     start(Collector, updater)
     with pytest.raises(RuntimeError, match="has a collector already"):
         start(Collector, updater)
-
-
-def test_an_updater_is_set_later_and_taken_away(start):
-    collecting = start(Collector, IntoPolicy())
-    collecting.weight_updater = updater = IntoPolicy()
-    collecting.update_policy_weights_(Tagged(4))
-    assert updater.pushes == 1 and tags_of(collecting) == {4}
-
-
-@pytest.mark.full  # a program of its own
-def test_one_that_was_made_before_torchrl_was_imported_is_not_dropped():
-    """TorchRL knows an updater by its type, and calls what it does not know, as if that were a constructor."""
-    program = """
-        import warnings; warnings.simplefilter("ignore")
-        import sys, torch, shmsync
-
-        class Mine(shmsync.WeightUpdaterBase):
-            def _get_server_weights(self):
-                return {"tag": torch.ones(1)}
-
-            def _sync_weights_with_worker(self, *, worker_id=None, server_weights):
-                if self.collector is not None:
-                    self.collector.policy.set(float(server_weights["tag"]))
-
-        updater = Mine()
-        assert "torchrl" not in sys.modules
-        from torchrl.collectors import Collector
-        from support.torchrl.environments import Steps
-        from support.torchrl.policies import Tagged
-
-        collecting = Collector(Steps, Tagged(), frames_per_batch=5, total_frames=-1, weight_updater=updater)
-        assert collecting.weight_updater is updater, collecting.weight_updater
-        collecting.update_policy_weights_({"tag": torch.full((1,), 7.0)})
-        assert float(collecting.policy.tag) == 7
-        collecting.shutdown()
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -44,19 +44,6 @@ def test_a_partial_update_changes_what_it_names(collector):
             assert found["layers.0"].tolist() == [0, 0, 0, 0] and found["tag"].tolist() == [0]
 
 
-def test_what_was_sent_stays_the_senders(collector):
-    policy, other = Tagged(), Tagged(7)
-    weights = TensorDict.from_module(other)
-    collecting = collector(policy)
-    collecting.update_policy_weights_(weights)
-    other.set(8)
-    policy.set(9)
-    assert tags(collecting) == [7, 7]
-    assert other.read()["layers.0"].tolist() == [8, 8, 8, 8]
-    assert not any(tensor.is_shared() for each in (policy, other) for tensor in each.state_dict().values())
-    assert all(weight.requires_grad for weight in policy.parameters())
-
-
 @pytest.mark.parametrize("per_worker_weights", [True, False])
 def test_each_worker_can_get_weights_of_its_own(collector, per_worker_weights):
     collecting = collector(Tagged(), scheme=ShmWeightSyncScheme(per_worker_weights=per_worker_weights))
@@ -97,12 +84,6 @@ def test_workers_that_were_updated_alone_keep_following(collector):
         collecting.update_policy_weights_(worker_ids=worker_ids)
         assert tags(collecting) == expected
         assert seen(next(batches)).float().mean(1).tolist() == expected
-
-
-def test_a_device_that_all_share_chooses_all(collector):
-    collecting = collector(Tagged(), policy_device="cpu")
-    collecting.update_policy_weights_(Tagged(1), worker_ids=torch.device("cpu"))
-    assert tags(collecting) == [1, 1]
 
 
 def test_an_unknown_worker_is_refused_and_nothing_is_sent(collector):
