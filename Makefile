@@ -8,7 +8,7 @@ SOURCES := $(shell find shmsync native/include native/src native/bind native/CMa
 # Compiled tests are kept, whatever the environment says: else each process of a test run compiles them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-device test-failpoints test-gpu test-torchrl-0.13 test-upstream planted-faults zoo storm storm-device soak fuzz lint types native-test sanitize model litmus bench wheel docs clean
+.PHONY: demo test test-all test-device test-failpoints test-gpu test-torchrl-0.13 test-upstream planted-faults zoo storm fuzz lint types native-test sanitize model litmus bench wheel docs clean
 
 demo: $(STAMP)
 	$(BIN)/shmsync demo $(ARGS)
@@ -46,11 +46,6 @@ test-device: $(STAMP)
 	  $(PYTEST) -n $(JOBS) -k "shm and forkserver or test_devices" \
 	  $(abspath $(SCHEMES_ON_DEVICES) tests/collectors/test_devices.py)
 
-# Many publishes to kernels that run late, on that device; none may see another version than its section's.
-PUBLISHES ?= 100000
-storm-device: $(STAMP)
-	cd / && PYTHONPATH=$(abspath tests) OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m support.storms.device \
-	  --publishes $(PUBLISHES) $(addprefix --seed ,$(SEED)) $(ARGS)
 
 # What needs NVIDIA GPUs, and over a stand-in what does not; a machine without one skips the former and says why.
 test-gpu: $(STAMP)
@@ -66,11 +61,6 @@ SECONDS ?= 600
 OF ?= shared-memory
 storm: $(STAMP)
 	cd / && PYTHONPATH=$(abspath tests) OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m support.storms.storm --of $(OF) \
-	  --seconds $(SECONDS) $(addprefix --seed ,$(SEED)) $(ARGS)
-
-# All storms by turns, and one table at the end; ARGS=--docs=$(CURDIR)/docs/reliability.md puts it into the docs.
-soak: $(STAMP)
-	cd / && PYTHONPATH=$(abspath tests) OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m support.storms.soak \
 	  --seconds $(SECONDS) $(addprefix --seed ,$(SEED)) $(ARGS)
 
 # The fuzzers: INPUTS for each target, libFuzzer's over the native core where there is clang. SEED repeats the inputs.

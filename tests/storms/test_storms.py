@@ -9,27 +9,19 @@ import importlib.util
 
 import pytest
 
-from support.choice import first
 from support.storms import storm
 
-HERE = ["shared-memory", "engine"]
-VARIANTS = ["engine-device", "shared-memory-3", "groups", "multiprocess", "collector", "torchrl"]
-AFAR = ["ray", "ray-module", "rpc", "distributed"]
-RELAYED = ["ray-fan-out", "rpc-fan-out", "distributed-fan-out"]  # `make soak` has them too
+LONGER = ["engine-device", "shared-memory-3", "multiprocess", "collector", "torchrl", "ray", "rpc", "distributed"]
 # The module, and the extra of shmsync that brings it.
 NEEDS = {"ray": ("ray", "ray"), "collector": ("gymnasium", "collectors"), "torchrl": ("torchrl", "torchrl")}
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *first(HERE),
-        *(pytest.param(each, marks=pytest.mark.full) for each in [*VARIANTS, *AFAR]),
-        *(pytest.param(each, marks=pytest.mark.slow) for each in RELAYED),
-    ],
+    ["shared-memory", "engine", *(pytest.param(each, marks=pytest.mark.slow) for each in LONGER)],
 )
 def test_a_storm_breaks_no_promise(name, request):
-    module, extra = NEEDS.get(name.partition("-")[0], (None, None))
+    module, extra = NEEDS.get(name, (None, None))
     if module is not None and importlib.util.find_spec(module) is None:
         pytest.skip(f"this storm needs {module}, which shmsync[{extra}] brings")
     sky = storm.run(name, 4, seed=12)

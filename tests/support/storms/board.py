@@ -8,12 +8,19 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import random
+import tempfile
 import time
+from collections import Counter, deque
+from pathlib import Path
+
+from support.storms.judge import Judge
+from support.worker import fork_server
 
 ROWS, RING = 512, 256
-_FIELDS = ("pid", "command", "phase", "forwards", "torn", "wrong", "backwards", "detail", "changes", "glances")
+_FIELDS = ("pid", "command", "phase", "forwards", "torn", "wrong", "backwards", "detail", "changes")
 _WIDTH = 16 + 2 * RING + 2 * RING
-NOTHING, STOP, EXIT, EXEC, FORK, STRIDE = range(6)  # the commands to a worker
+NOTHING, STOP, EXIT = range(3)  # the commands to a worker
 IDLE, RECEIVING, COMPUTING, REFUSED = range(4)  # where it is; refused: no version is whole
 
 
@@ -127,3 +134,47 @@ class Lateness:
 
     def close(self):
         self._row.close()
+
+
+class Sky:
+    """What all storms have: the board, the lateness of the machine, the judge and the log."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+        self.seed = seed
+        self.log = deque(maxlen=60)
+        self.counts = Counter()
+        self._folder = tempfile.TemporaryDirectory()
+        self.board = Board(Path(self._folder.name, "board"), make=True)
+        context = fork_server()
+        self._stop = context.Event()
+        self._heart = context.Process(target=beat, args=(self.board.path, self._stop), daemon=True)
+        self._heart.start()
+        heart = self.board.row(ROWS - 1)
+        while not heart.get("forwards"):
+            time.sleep(0.01)
+        heart.close()
+        self.lateness = Lateness(self.board)
+        self.judge = Judge(self.lateness)
+        self._rows = 0
+        self.pids = set()
+
+    def new_row(self):
+        """A row for one more life; its number. Rows are used again when all are used."""
+        number = self._rows % (ROWS - 1)
+        self._rows += 1
+        row = self.board.row(number)
+        for place in range(len(row._words)):
+            row._words[place] = 0
+        return number, row
+
+    def note(self, text):
+        self.log.append(f"{time.monotonic():.4f} {text}")
+
+    def close(self):
+        self._stop.set()
+        self._heart.join()
+        self._heart.close()
+        self.lateness.close()
+        self.board.close()
+        self._folder.cleanup()

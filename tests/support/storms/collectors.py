@@ -36,7 +36,7 @@ class Forecast(nn.Module):
         self.weather = Weather()
 
     def forward(self, observation):
-        number, _, matter, _ = self.weather()
+        number, matter, _ = self.weather()
         action = action_of(number) if matter == FINE else 100.0 + matter
         return torch.full((len(observation), 1), action)
 
@@ -141,9 +141,6 @@ class CollectorStorm(OverCollector):
         else:
             self.check(next(self._batches))
 
-    def thrown(self, kind, who):
-        self.sky.struck(kind)
-
     def over(self):
         return self.random.random() < 0.01
 
@@ -164,8 +161,6 @@ class CollectorStorm(OverCollector):
         self.counts["send"] += 1
         self.counts["failed"] += error is not None
         self.numbers[version] = self._number
-        if error is None:
-            self.sky.recovered()
         self.sky.note(f"update to {self._number} -> version {version}, {error!r}, {(end - start) / 1e9:.3f} s")
         self.counts["worker restarts"] += self.collector.stats().restarts - restarts
         if self.collector.stats().restarts == restarts:  # starting a worker again has a separate deadline

@@ -1,19 +1,16 @@
 """A trainer and workers on the simulated device, each with its own stream, without pause.
 
 Every number of a version is its number; kernels look at them when they run, which is after their section.
-`make storm-device` runs a long one, whose readers are processes. A reader looks at a version once or more, and then
-waits for the next: readers that never wait take the trainer's processor for looks at the same version.
+A reader looks at a version once or more, and then waits for the next: readers that never wait take the trainer's
+processor for looks at the same version.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import random
-import sys
 import threading
-import time
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -25,7 +22,6 @@ from support.worker import fork_server
 
 WORDS = 64
 TIMEOUT = 120.0
-SLOTS, READERS, LONGEST = (1, 2, 3), 4, 0.0001  # of main(); seconds of the longest delay
 
 
 class Counted(NamedTuple):
@@ -156,27 +152,3 @@ def _alone(seed, longest):
 def _read_apart(number, handle, last, seed, longest, results):
     with _alone(seed + os.getpid(), longest) as device:
         results.put(read_all(device, handle, number, last, seed + number))
-
-
-def main() -> int:
-    """Storms of many publishes, one for each number of slots; 1 if a kernel has seen another version."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--publishes", type=int, default=100_000, help="in all")
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    wrong = 0
-    for slots in SLOTS:
-        started, publishes = time.monotonic(), -(-asked.publishes // len(SLOTS))
-        with _alone(asked.seed, LONGEST) as device:
-            counted = storm_of_processes(device, publishes, slots=slots, readers=READERS, seed=asked.seed)
-        wrong += counted.wrong
-        print(
-            f"{slots} slots, {READERS} readers: {counted.publishes:,} publishes, {counted.reads:,} reads by "
-            f"kernels, {counted.wrong} wrong, {time.monotonic() - started:.0f} s",
-            flush=True,
-        )
-    return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

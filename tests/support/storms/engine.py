@@ -10,30 +10,25 @@ import contextlib
 import math
 import os
 import random
-import resource
 import signal
 import time
 from functools import partial
 from typing import NamedTuple
 
 import shmsync
-from support import processes
 from support.processes import segment_path
-from support.storms.board import FORK, REFUSED, STRIDE
-from support.storms.engine_ends import befall, make_publisher, more_than, read_on, send, used_by
+from support.storms.board import REFUSED
+from support.storms.engine_ends import make_publisher, more_than, read_on, send, used_by
 from support.storms.fleets import Call, take
 from support.storms.judge import CALM, Violation, await_computing
-from support.storms.trouble import DEADLY, KINDS, Hand, Life, act, finish, gone, resume
+from support.storms.trouble import DEADLY, KINDS, Hand, Life, act, finish, resume
 from support.worker import Gone, Worker, fork_server
 
 WORKERS = 8
 TIMEOUTS = (0.05, 0.3, 10.0, 20.0)
-OF_WORKERS = (
-    *DEADLY[:2], "exit", "exec", "stop", "stop and go on", "interrupt", "fork", "clock", "no descriptors", "no memory",
-)  # fmt: skip
-PASSING = ("stop and go on", "stop and go on", "interrupt", "fork", "clock", "no descriptors", "no memory")
-OF_TRAINERS = ("kill", "exec", "stop and go on", "interrupt", "fork", "clock", "no descriptors", "no memory")
-LONG_BREAK = 0.03  # seconds that a limit lasts
+OF_WORKERS = (*DEADLY[:2], "exit", "stop", "stop and go on", "interrupt")
+PASSING = ("stop and go on", "interrupt")
+OF_TRAINERS = ("kill", "stop and go on", "interrupt")
 SETTLING = 5.0  # seconds in which what two arenas need, while a worker moves on to the next one, is given back
 
 
@@ -51,7 +46,7 @@ class Step(NamedTuple):
     gust: tuple[tuple[str, int], ...]  # passing troubles of other workers, one after the other behind it
     goes_on: bool  # do those that stand still go on before it?
     replaces: bool
-    restart: str | None  # "closed", "another layout"
+    restart: bool  # does a new trainer begin?
     slots: int  # of a trainer that begins here
     consistency: str  # of a worker that begins here
 
@@ -75,7 +70,7 @@ def decide(seed: int, number: int) -> Step:
         gust=tuple((chance.choice(PASSING), index) for index in blown),
         goes_on=chance.random() < 0.6,
         replaces=chance.random() < 0.7,
-        restart=chance.choices([None, "closed", "another layout"], [97, 2, 1])[0],
+        restart=chance.random() < 0.03,
         slots=chance.choice([1, 1, 2, 3]),
         consistency=chance.choice(["pinned", "optimistic"]),
     )
@@ -92,7 +87,6 @@ class EngineStorm:
         self._hand = Hand(self._act)
         self._steps = 0
         self._number = 0
-        self._leaves = 0  # that a layout has more than the first
         self._used = {}  # what processes have open, once they have settled
         self.trainer = None
         self.lives = [None] * WORKERS
@@ -112,7 +106,7 @@ class EngineStorm:
         row.set("pid", worker.pid)
         self.sky.pids.add(worker.pid)
         self.slots = step.slots
-        worker.call(make_publisher, self._name, step.slots, self._number, self._leaves, self.device)
+        worker.call(make_publisher, self._name, step.slots, self._number, self.device)
         for life in self.lives:
             if life is not None:
                 life.sent.add(self._number)
@@ -164,8 +158,6 @@ class EngineStorm:
         finally:
             self._hand.await_all(troubles)
         if not self.trainer.whole:
-            with contextlib.suppress(ProcessLookupError):  # it runs another program
-                os.kill(self.trainer.worker.pid, signal.SIGKILL)
             self.trainer.worker.process.join()
             self.trainer.worker.conn.close()
             self._restart(step, "the old one is dead")
@@ -179,17 +171,13 @@ class EngineStorm:
                 resume(life)
         for life in list(self.lives):
             if life.doomed and step.replaces:
-                with contextlib.suppress(ProcessLookupError):  # it runs another program
-                    os.kill(life.row.get("pid"), signal.SIGKILL)
                 life.worker.end()
                 self.counts["worker restarts"] += 1
                 life.row.close()
                 self._begin_worker(life.index, step.consistency)
-        if step.restart is not None:
-            self._leaves += step.restart == "another layout"
-            self.counts["changes of layout"] += step.restart == "another layout"
+        if step.restart:
             self._end_trainer()
-            self._restart(step, step.restart)
+            self._restart(step, "the old one was closed")
 
     @staticmethod
     def _troubles(step):
@@ -207,40 +195,20 @@ class EngineStorm:
             return False
         self.counts[kind if life is not self.trainer else f"trainer: {kind}"] += 1
         self.counts["kills"] += kind in DEADLY
-        self.sky.struck(kind if life is not self.trainer else f"trainer: {kind}")
         self.sky.note(f"{self._steps}: {kind} {life.index} (pid {life.row.get('pid')}) in {delay:.4f} s")
-        if life is self.trainer and kind in ("exec", "fork", "clock"):
-            life.worker.start(befall, kind)
-            if kind != "exec":
-                life.worker.result()
-                return False
-            processes.until(lambda: gone(life.worker.pid, b"time.sleep"))
-            life.touched.append((time.monotonic_ns(), math.inf))
-            return False
         self._hand.order(kind, life, delay)
         return True
 
     def _act(self, kind, life):
-        pid = life.row.get("pid")
         if kind in KINDS:
             act(kind, life)
         else:
             now = time.monotonic_ns()
             life.touched.append((now, math.inf))
             try:
-                if kind == "interrupt":
-                    os.kill(pid, signal.SIGINT)
-                elif kind == "fork":
-                    life.row.set("command", FORK)
-                elif kind == "clock":
-                    life.row.set("command", STRIDE)
-                elif kind == "no descriptors":
-                    limited(pid, resource.RLIMIT_NOFILE, 3)
-                else:
-                    limited(pid, resource.RLIMIT_AS, 1 << 20)  # less than it has: it gets no more
+                os.kill(life.row.get("pid"), signal.SIGINT)
             finally:
-                end = time.monotonic_ns() + 100_000_000  # so long it may feel it
-                life.touched[-1] = (now, end)
+                life.touched[-1] = (now, time.monotonic_ns() + 100_000_000)  # so long it may feel it
 
     def _send(self, step):
         self._number += 1
@@ -268,10 +236,8 @@ class EngineStorm:
         self.sky.note(f"{self._steps}: {call} -> {call.value if call.error is None else repr(call.error)[:300]}")
         if not self.trainer.untouched(call.start, call.end):
             call.waited += 1.0
-            if isinstance(call.error, (InterruptedError, shmsync.NoSpace, MemoryError)):
+            if isinstance(call.error, InterruptedError):
                 return
-            if isinstance(call.error, RuntimeError) and "allocate memory" in str(call.error):
-                return  # torch's own, for the weights that were to be sent
         if isinstance(call.error, shmsync.Poisoned):
             return  # an update() after one that failed
         if step.how == "fails in place":
@@ -285,8 +251,6 @@ class EngineStorm:
                     life.least = max(life.least, self._number)
         else:
             self.judge.check(call, lives, self._number, [*self.lives, self.trainer], lambda index: True)
-        if call.error is None:
-            self.sky.recovered()
 
     # What is open, and the end.
 
@@ -333,19 +297,6 @@ class EngineStorm:
         self._hand.close()
         self._hand = None
         segment_path(self._name).unlink(missing_ok=True)
-
-
-def limited(pid, what, limit):
-    """It may have no more than this, for a moment."""
-    try:
-        soft, hard = resource.prlimit(pid, what)
-        resource.prlimit(pid, what, (limit, hard))
-        try:
-            time.sleep(LONG_BREAK)
-        finally:
-            resource.prlimit(pid, what, (soft, hard))
-    except ProcessLookupError:
-        pass
 
 
 ENGINES = {"engine": EngineStorm, "engine-device": partial(EngineStorm, device=True)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,27 +14,17 @@ import torch
 import shmsync
 from support.devices.simulated import on_host
 from support.processes import descriptors
-from support.storms.board import COMPUTING, EXEC, EXIT, FORK, IDLE, NOTHING, REFUSED, STOP, STRIDE, Board
+from support.storms.board import COMPUTING, EXIT, IDLE, NOTHING, REFUSED, STOP, Board
 from support.storms.fleets import timed
 from support.storms.model import FINE, GLANCE, TORN, Weather, element, leaf
 from support.storms.worker import look
 
 # What a reader may meet while its publisher is dead, stopped or half way; it goes on.
 EXPECTED = (shmsync.ArenaNotFound, shmsync.WriterDied, shmsync.Poisoned, shmsync.WriterBusy, shmsync.ClosedError)
-EXPECTED += (shmsync.NoSpace, OSError, MemoryError)
+EXPECTED += (OSError,)
 
 
 GLANCES = 96  # sections that look at a few elements only, for one that looks at all
-SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
-
-
-class Wide(Weather):
-    """The same model in another layout: so many leaves more, which no check looks at."""
-
-    def __init__(self, number, more):
-        super().__init__(number)
-        for each in range(more):
-            self.register_buffer(f"more{each}", torch.zeros(8))
 
 
 def use(device):
@@ -49,45 +38,21 @@ def use(device):
 # ---- the trainer
 
 
-def make_publisher(state, name, slots, number, more, device):
+def make_publisher(state, name, slots, number, device):
     use(device)
-    state.more = more
-    state.pub = shmsync.Publisher(Wide(number, more), name=name, slots=slots, max_readers=32)
+    state.pub = shmsync.Publisher(Weather(number), name=name, slots=slots, max_readers=32)
 
 
 def send(state, how, number, wait, timeout):
     """What timed() says of one call of the publisher, who had a row before it, and how many rows it took back."""
     rows, reaped = {row.worker for row in state.pub.readers()}, state.pub.stats().reaped
-    found = list(timed(lambda: send_now(state.pub, how, number, state.more, wait, timeout), {}))
+    found = list(timed(lambda: send_now(state.pub, how, number, wait, timeout), {}))
     if found[-1] is not None:
         found[-1].__traceback__ = found[-1].__context__ = None
     return tuple(found), rows, state.pub.stats().reaped - reaped
 
 
-def befall(state, kind):
-    if kind == "exec":
-        os.execv(sys.executable, SLEEP)
-    if kind == "clock":
-        strike()
-    if kind == "fork" and forked_child(lambda: state.pub.publish()) != 0:
-        raise AssertionError("a forked child may publish")
-
-
-def forked_child(use_it):
-    """The exit status of a child that uses a handle of this process; 0: it was refused."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            use_it()
-            os._exit(1)
-        except shmsync.ForkedHandle:
-            os._exit(0)
-        except BaseException:
-            os._exit(2)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def send_now(pub, how, number, more, wait, timeout):
+def send_now(pub, how, number, wait, timeout):
     try:
         if "in place" in how:
             with pub.update(wait=wait, timeout=timeout) as weights:
@@ -95,7 +60,7 @@ def send_now(pub, how, number, more, wait, timeout):
                 if how.startswith("fails"):
                     raise LookupError("in the middle of an update")
             return pub.version
-        weights = Wide(number, more)
+        weights = Weather(number)
         if how == "mapping":
             weights = dict(weights.state_dict())
         return pub.publish(weights, wait=wait, timeout=timeout)
@@ -153,11 +118,6 @@ class ReaderEnd:
         except EXPECTED as error:
             self.row.set("phase", REFUSED if isinstance(error, shmsync.Poisoned) else IDLE)
             time.sleep(0.002)
-        except shmsync.ManifestMismatch:
-            self.close()
-        except RuntimeError as error:
-            if "allocate memory" not in str(error):  # torch's own
-                raise
         return True
 
     def obey(self, command):
@@ -168,15 +128,7 @@ class ReaderEnd:
         if command == EXIT:
             self.close()
             os._exit(0)
-        if command == EXEC:
-            os.execv(sys.executable, SLEEP)
-        self.row.set("command", NOTHING)
-        if command == FORK and self._sub is not None and forked_child(lambda: self._sub.read().__enter__()) != 0:
-            self.row.set("detail", FORK)
-            self.row.add("wrong")
-        if command == STRIDE:
-            strike()
-        return True
+        raise AssertionError(command)
 
     def close(self):
         sub, self._sub, self._model = self._sub, None, None
@@ -188,23 +140,20 @@ class ReaderEnd:
             sub = shmsync.Subscriber(
                 self._name, worker=self._worker, consistency=self._consistency, follow=True, timeout=0.5
             )
-            more = sum(str(key).startswith("more") for key in sub.weights.keys())  # noqa: SIM118  a TensorDict
-            self._model, self._sub = sub.bind(Wide(0, more)), sub
+            self._model, self._sub = sub.bind(Weather(0)), sub
         self.row.set("phase", COMPUTING)
         for _ in range(GLANCES):
             self.glance()
         self._arrays.clear()  # they would keep the memory of an earlier trainer
         self._calls += 1
-        if self._calls % 64 == 0:
-            self._sub.refresh()  # raises when the layout has changed
         self.row.set("phase", COMPUTING)
         start = time.monotonic_ns()
         with torch.no_grad():
             if self._calls % 16 == 0:
                 number, matter, where = forecast(self._sub.snapshot().weights)
             else:
-                number, _, matter, where = self._model()
-        look(self.row, self._newest, 0, (number, 0, matter, where))
+                number, matter, where = self._model()
+        look(self.row, self._newest, 0, (number, matter, where))
         self.row.forward(start, number)
         self.row.set("phase", IDLE)
 
@@ -221,8 +170,7 @@ class ReaderEnd:
         if section.torn:  # so it says, when it is optimistic
             return
         odd = [i for i, value in enumerate(seen) if value != element(number, i, GLANCE[i])]
-        look(self.row, self._newest, 0, (number, 0, TORN if odd else FINE, odd[0] if odd else 0))
-        self.row.add("glances")
+        look(self.row, self._newest, 0, (number, TORN if odd else FINE, odd[0] if odd else 0))
 
 
 def forecast(weights):
@@ -231,17 +179,6 @@ def forecast(weights):
         if not torch.equal(weights["leaves", str(index)], leaf(number, index)):
             return number, TORN, index
     return number, FINE, 0
-
-
-def strike():
-    """The wall clock of this process is a day off from now on, the other way each time."""
-    real, off = getattr(time.time, "real", time.time), -getattr(time.time, "off", -86400)
-
-    def clock():
-        return real() + off
-
-    clock.real, clock.off = real, off
-    time.time = clock
 
 
 def used_by(pid):

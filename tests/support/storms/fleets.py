@@ -34,21 +34,13 @@ def pipe_crew():
     return Crew(fork_server())
 
 
-RAY, RAY_FAN_OUT = table.RAY
-RPC, RPC_FAN_OUT = table.RPC[:2]
-RANKS, RANKS_FAN_OUT = table.DISTRIBUTED[:2]
 STORMS = {
     "multiprocess": Over(table.MP, pipe_crew, {}, partial=True, pipes=True),
     "shared-memory": Over(table.SHM, pipe_crew, {}, pipes=True),
     "shared-memory-3": Over(table.SHM, pipe_crew, {"slots": 3}, pipes=True),
-    "groups": Over(table.SHM, pipe_crew, table.ALONE, partial=True, pipes=True),
-    "ray": Over(RAY, RayCrew, {}, partial=True),
-    "ray-fan-out": Over(RAY_FAN_OUT, RayCrew, {}),
-    "ray-module": Over(table.RAY_MODULE, RayCrew, {}, partial=True),
-    "rpc": Over(RPC, partial(WorldCrew, RPCWorld), {}, partial=True),
-    "rpc-fan-out": Over(RPC_FAN_OUT, partial(WorldCrew, RPCWorld), {}),
-    "distributed": Over(RANKS, partial(WorldCrew, DistributedWorld), {}, partial=True),
-    "distributed-fan-out": Over(RANKS_FAN_OUT, partial(WorldCrew, DistributedWorld), {}),
+    "ray": Over(table.RAY[0], RayCrew, {}, partial=True),
+    "rpc": Over(table.RPC[0], partial(WorldCrew, RPCWorld), {}, partial=True),
+    "distributed": Over(table.DISTRIBUTED[0], partial(WorldCrew, DistributedWorld), {}, partial=True),
 }
 
 

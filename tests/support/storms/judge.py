@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 
 from shmsync import AckTimeout, ReaderStalled, WorkerDied
 
@@ -22,10 +21,7 @@ class Judge:
 
     def __init__(self, lateness):
         self._lateness = lateness
-        self.counts = Counter()
         self.worst_overrun = -math.inf
-        self.worst_machine = 0.0  # how late the machine was in such a call
-        self.beyond_grace = 0  # calls that ended more than GRACE late, whatever the machine's own lateness
 
     def check(self, call, chosen, number, everybody, is_dead):
         """`chosen`: the Lives that the call went to; `number`: that of its weights; everybody: all lives; is_dead: what
@@ -47,9 +43,7 @@ class Judge:
         late = (end - start) / 1e9 - timeout
         self.worst_overrun = max(self.worst_overrun, late)
         if late > GRACE:
-            self.beyond_grace += 1
             machine = self._lateness.between(start, end) + waited
-            self.worst_machine = max(self.worst_machine, machine)
             if late > GRACE + machine:
                 raise Violation(f"{what} ended {late:.3f} s after its deadline; the machine was {machine:.3f} s late")
 
@@ -85,7 +79,6 @@ class Judge:
 
     def _names(self, call, chosen, number, is_dead):
         lives = {life.index: life for life in chosen}
-        self.counts["named"] += len(call.error.missing)
         for index in call.error.missing:
             if index not in lives:
                 raise Violation(f"{call} names worker {index}, which it did not go to: {call.error}")

@@ -12,24 +12,20 @@ import argparse
 import contextlib
 import faulthandler
 import gc
-import json
 import math
-import os
 import secrets
-import signal
 import sys
 import threading
 import time
 from functools import partial
-from pathlib import Path
 
 import psutil
 
 from support.processes import descriptors, segments
+from support.storms.board import Sky
 from support.storms.fleets import FORMS, STORMS, Call, call_here, call_there, is_remote, source
 from support.storms.judge import CALM, Violation, await_computing
 from support.storms.model import Weather
-from support.storms.sky import Sky
 from support.storms.trouble import DEADLY, KINDS, Hand, Life, finish, resume
 from support.storms.worker import live
 
@@ -113,7 +109,7 @@ class Storm:
         life, kind = self.random.choice(choice), self.random.choice(KINDS)
         if kind == "stop" and timeout in LONG and self.random.random() < 0.9:
             kind = "stop and go on"
-        if kind in ("exit", "exec") and not self.over.pipes:
+        if kind == "exit" and not self.over.pipes:
             kind = "kill"
         delay = self.random.choice([0, 0.001, 0.003, 0.01, 0.05]) * self.random.random()
         choice.remove(life)
@@ -122,7 +118,6 @@ class Storm:
         for kind, life, delay in troubles:
             self.counts[kind] += 1
             self.counts["kills"] += kind in DEADLY
-            self.sky.struck(kind)
             self.sky.note(f"{kind} worker {life.index} (pid {life.row.get('pid')}) in {delay:.4f} s")
             self.hand.order(kind, life, delay)
         if self.random.random() < 0.3:
@@ -164,8 +159,6 @@ class Storm:
             life.sent.add(number)
         call = Call("resend", f"{number} to {[life.index for life in lives]}", timeout)
         self.call_it(self.sender, call, {"worker_ids": [life.index for life in lives], "timeout": call.timeout})
-        if self.over.partial and isinstance(call.error, ValueError) and "were sent to the group of" in str(call.error):
-            return  # the only worker of that group died in the first send of this trainer, so its arena was never made
         self._judge(call, lives, 0 if self.over.partial else number)
 
     def _post(self, name, timeout):
@@ -194,8 +187,6 @@ class Storm:
         if call.error is None and call.name != "resend" and self.by_version.get(call.value) != number:
             raise Violation(f"{call} returned version {call.value}, which is that of {self.by_version.get(call.value)}")
         self.judge.check(call, lives, number, self.lives, self.sender.is_dead)
-        if call.error is None:
-            self.sky.recovered()
 
     # Afterwards.
 
@@ -225,8 +216,6 @@ class Storm:
             self.restart()
             return
         self.judge.look([life])
-        with contextlib.suppress(ProcessLookupError):  # it runs another program
-            os.kill(life.row.get("pid"), signal.SIGKILL)
         life.worker.process.join()
         self.fleet.replace(index)
         self.counts["worker restarts"] += 1
@@ -278,7 +267,6 @@ def run(name, seconds, seed, say=print):
                 said = time.monotonic()
                 say(line(name, sky, said - start))
         storm.end()
-        sky.counts["sections"], sky.counts["glances"] = sky.sections()
         return sky
     except BaseException:
         say(f"seed {seed}; the last events:\n" + "\n".join(sky.log))
@@ -304,12 +292,8 @@ def line(name, sky, elapsed):
 
 
 def table(name, sky, seconds):
-    counts, judge = sky.counts, sky.judge
-    rows = [(what, counts[what]) for what in sorted(counts) if what != "steps"]
-    # The first of these ends a storm, with exit status 1.
-    rows += [("names in errors", judge.counts["named"]), ("torn", 0), ("wrong values", 0), ("wrong names", 0)]
-    rows += [("worst overrun", f"{judge.worst_overrun:.3f} s"), ("calls over 0.1 s late", judge.beyond_grace)]
-    rows += [("the machine's part in them", f"{judge.worst_machine:.3f} s")]
+    rows = [(what, sky.counts[what]) for what in sorted(sky.counts) if what != "steps"]
+    rows += [("worst overrun", f"{sky.judge.worst_overrun:.3f} s")]
     rows += [("lateness of the machine", f"{sky.lateness.worst:.3f} s"), ("seed", sky.seed)]
     return f"{name}, {seconds} s\n" + "\n".join(f"  {what:26}{value}" for what, value in rows)
 
@@ -319,7 +303,6 @@ def main():
     parser.add_argument("--of", choices=kinds(), default="shared-memory")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--figures", default=None, help="a file for the figures, as JSON")
     given = parser.parse_args()
     faulthandler.dump_traceback_later(given.seconds + 240, exit=True)  # where it hangs
     seed = secrets.randbits(31) if given.seed is None else given.seed
@@ -339,9 +322,6 @@ def main():
         print(f"VIOLATION: {error}", flush=True)
         return 1
     print(table(given.of, sky, given.seconds), flush=True)
-    if given.figures is not None:
-        worst = {"worst overrun": sky.judge.worst_overrun, "recovery": sky.recovery}
-        Path(given.figures).write_text(json.dumps({"counts": sky.counts, **worst}))
     return 0
 
 

@@ -12,10 +12,10 @@ import time
 from dataclasses import dataclass, field
 
 from support import processes
-from support.storms.board import COMPUTING, EXEC, EXIT, RECEIVING, STOP
+from support.storms.board import COMPUTING, EXIT, RECEIVING, STOP
 from support.worker import Gone
 
-DEADLY = ("kill", "kill in forward", "kill in receive", "exit", "exec")
+DEADLY = ("kill", "kill in forward", "kill in receive", "exit")
 KINDS = (*DEADLY, "stop", "stop and go on", "stop and go on")
 
 
@@ -111,25 +111,14 @@ def act(kind, life):
         os.kill(pid, signal.SIGKILL)
         processes.until(lambda: not processes.alive(pid))
     else:
-        life.left = kind == "exit"
-        life.row.set("command", EXIT if kind == "exit" else EXEC)
-        name = None if kind == "exit" else b"time.sleep"
-        processes.until(lambda: gone(pid, name) or life.worker.done())
-        if not gone(pid, name):
+        life.left = True
+        life.row.set("command", EXIT)
+        processes.until(lambda: not processes.alive(pid) or life.worker.done())
+        if processes.alive(pid):
             with contextlib.suppress(Gone):
                 life.worker.result()  # raises what it failed with
-            processes.until(lambda: gone(pid, name))
+            processes.until(lambda: not processes.alive(pid))
     life.dead_since = time.monotonic_ns()
-
-
-def gone(pid, program):
-    """Has it ended, or does it run this program now?"""
-    if not processes.alive(pid):
-        return True
-    if program is None:
-        return False
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        return program in file.read()
 
 
 def finish(lives):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 
 import torch
 
-from support.storms.board import COMPUTING, EXEC, EXIT, IDLE, RECEIVING, STOP, Board
+from support.storms.board import COMPUTING, EXIT, IDLE, RECEIVING, STOP, Board
 from support.storms.model import FINE, GLANCE, TORN
 
 GLANCES = 32  # sections that look at a few elements only, for one that looks at all
@@ -29,8 +28,6 @@ def live(state, path, index, called):
                 for scheme in state.schemes.values():
                     scheme.shutdown()
                 os._exit(0)
-            if command == EXEC:
-                os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(600)"])
             if called:
                 time.sleep(0.002)
             else:
@@ -52,7 +49,6 @@ def compute(state, row, newest):
         for _ in range(GLANCES):
             for model_id, model in state.models.items():
                 look(row, newest, model_id, model(GLANCE))
-            row.add("glances")
         start = time.monotonic_ns()
         for model_id, model in state.models.items():
             found[model_id] = model()
