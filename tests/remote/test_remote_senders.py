@@ -1,9 +1,8 @@
-"""A sender that is made again, copied or given a wrong thing; a worker that gets weights of a model that it lacks."""
+"""Senders that are copied or shared, and a worker that gets weights of a model that it lacks."""
 
 from __future__ import annotations
 
 import pickle
-import threading
 
 import pytest
 from torch import nn
@@ -11,21 +10,12 @@ from torch.distributed import HashStore
 
 import shmsync
 from shmsync import DistributedTransport, DistributedWeightSyncScheme, RPCTransport, RPCWeightSyncScheme
-from shmsync.schemes.remote.packed_weights import Packer
-from support.processes import until
-from support.remote import members, transports
-
-
-def packed(model, model_id):
-    """What a call brings."""
-    build, arguments = Packer().pack(model.state_dict(), model_id, 1).__reduce__()
-    return build(*arguments)
+from support.remote import members, parts, transports
 
 
 @pytest.mark.parametrize("make", [RPCWeightSyncScheme, DistributedWeightSyncScheme])
-@pytest.mark.parametrize("fan_out", [None, "node"])
-def test_an_unpickled_sender_says_that_it_has_no_workers(make, fan_out):
-    scheme = make(fan_out=fan_out)
+def test_an_unpickled_sender_says_that_it_has_no_workers(make):
+    scheme = make()
     scheme.init_on_sender("policy", **_nobody(scheme), model=nn.Linear(2, 2))
     copy = pickle.loads(pickle.dumps(scheme.get_sender()))
     assert copy.worker_ids == []
@@ -44,45 +34,12 @@ def _nobody(scheme):
     return {"collector_infos": ["w1"], "collector_rrefs": [None], "collector_class": members.Member}
 
 
-def test_a_second_init_on_sender_ends_the_threads_of_the_first():
-    scheme, stores = DistributedWeightSyncScheme(), [HashStore(), HashStore()]
-    before = threading.active_count()
-    for store in stores:
-        scheme.init_on_sender("policy", store=store, num_workers=1, model=nn.Linear(2, 2))
-        with pytest.raises(shmsync.AckTimeout):
-            scheme.get_sender().send({"none": nn.Linear(2, 2).weight[:0].detach()}, timeout=0.1)
-        assert threading.active_count() == before + 1
-    scheme.shutdown()
-    until(lambda: threading.active_count() == before)
-
-
-def test_weights_of_another_model_are_refused_by_name():
-    schemes = {name: RPCWeightSyncScheme() for name in ("policy", "env.value_net")}
-    models = {name: nn.Linear(2, 2) for name in schemes}
-    for name, scheme in schemes.items():
-        scheme.init_on_worker(name, model=models[name])
-    before = models["policy"].weight.detach().clone()
-    with pytest.raises(shmsync.ProtocolError, match="'critic'.*'env.value_net', 'policy'"):
-        schemes["policy"].get_receiver().apply_weights(packed(nn.Linear(2, 2), "critic"))
-    assert models["policy"].weight.equal(before)
-    schemes["policy"].get_receiver().apply_weights(packed(nn.Linear(2, 2), "policy"))
-    assert not models["policy"].weight.equal(before)
-
-
 def test_a_worker_that_gets_weights_of_a_foreign_model_answers_so(fleet, kind):
     group = fleet(1).connect(kind).open().open_transport()
     with pytest.raises(shmsync.ProtocolError, match="'critic'.*'policy'"):
         group.trainer.call(transports.send_sample, "flat", model_id="critic")
     assert group.send(5) == 1
     assert group.look() == [(5, 1)]
-
-
-@pytest.mark.parametrize("make", [RPCWeightSyncScheme, DistributedWeightSyncScheme])
-def test_the_default_timeout_is_a_minute_of_the_scheme_and_its_transports(make):
-    scheme = make()
-    transport = scheme.create_transport(None)
-    assert scheme.timeout == transport.timeout == 60.0
-    transport.close()
 
 
 @pytest.mark.parametrize(
@@ -108,11 +65,21 @@ def test_without_a_worker_every_call_of_a_transport_does_nothing(transport):
     transport.close()
 
 
-def test_a_word_that_no_worker_answers_is_refused():
-    transport = RPCTransport()
-    transport.check_ack()
-    transport.check_ack("updated")
-    with pytest.raises(RuntimeError, match="'done'"):
-        transport.check_ack("done")
-    with pytest.raises(TypeError, match="None"):
-        transport.check_ack(None)
+def test_one_transport_in_two_threads(fleet, kind):
+    group = fleet(1).connect(kind).open().open_transport(timeout=10.0)
+    assert group.trainer.call(transports.send_in_threads, 2, 60) == []
+    assert group.look()[0][0] == 5.0
+
+
+def test_two_models_over_one_store(fleet):
+    group = fleet(1).connect("distributed")
+    (worker,) = group.workers
+    for model_id, size in (("policy", 500), ("env.value_net", 300)):
+        worker.call(members.make_member, size, model_id=model_id)
+    group.trainer.call(parts.make_two_senders)
+    for round in (1, 2):
+        group.trainer.call(parts.send_two_models, float(round))
+        assert [worker.call(members.look, model_id) for model_id in ("policy", "env.value_net")] == [
+            (round, round),
+            (round + 0.5, round),
+        ]

@@ -93,18 +93,3 @@ def test_a_send_in_two_halves_and_what_a_worker_raises(ends):
     worker.kill()
     with pytest.raises(shmsync.WorkerDied):
         trainer.call(transports.send_sample, "flat")
-
-
-def test_a_call_that_is_overtaken_never_puts_old_weights_over_new_ones(fleet):
-    group = fleet(1).connect("rpc").open()
-    (worker,) = group.workers
-    group.trainer.call(transports.open_rpc_transport, 1)
-    worker.call(members.hold)
-    group.trainer.call(transports.post_model, 1)
-    worker.call(members.wait_held)  # in one thread of the agent
-    group.trainer.call(transports.post_model, 2)
-    group.trainer.call(transports.wait_posted, 1)  # in another
-    assert worker.call(members.look) == (2, 2)
-    worker.call(members.let_go)
-    group.trainer.call(transports.wait_posted, 0)
-    assert worker.call(members.look) == (2, 2)

@@ -7,7 +7,6 @@ import importlib
 import inspect
 import multiprocessing
 import os
-import select
 import signal
 import sys
 import time
@@ -84,15 +83,6 @@ def stopped(pid):
         resume(pid)
 
 
-def wait_until_dead(pid):
-    """Wait for the death of a process that has another parent."""
-    fd = os.pidfd_open(pid)
-    poller = select.poll()
-    poller.register(fd, select.POLLIN)
-    poller.poll()
-    os.close(fd)
-
-
 def until_waits(thread, function):
     """Until this thread of ours is inside a function of this name, and has stopped there."""
     before, end = None, time.monotonic() + PATIENCE
@@ -107,15 +97,6 @@ def until_waits(thread, function):
         del frame
         before = place
         time.sleep(0.02)
-
-
-def unread(pid):
-    """Bytes that have come for a process through TCP, and that it has not read."""
-    own = set(descriptors(pid).values())
-    rows = [
-        row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()
-    ]
-    return sum(int(row[4].partition(":")[2], 16) for row in rows if f"socket:[{row[9]}]" in own)
 
 
 def descriptors(pid="self"):

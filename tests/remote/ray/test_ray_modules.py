@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brings")
 
 import ray
 
-from shmsync import RayActorTransport, RayModuleTransformScheme, RayWeightSyncScheme, WorkerDied
+from shmsync import RayActorTransport, RayModuleTransformScheme, WorkerDied
 from support import processes
 from support.calls import naming
 from support.conformance.contexts import Context
@@ -23,7 +21,6 @@ from support.remote import ray_parts as parts
 from support.weights import fill
 
 MODEL_ID = "env.transform[0]"
-METHODS = {"tensordict": ("tensordict", "TensorDict"), "state_dict": ("state_dict", "WeightsDict")}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,8 +31,7 @@ def crew(one_ray):
 
 @pytest.fixture
 def actor(crew):
-    """One of them, that has been called with nothing yet."""
-    parts.ask(crew, "called")
+    """One of them."""
     return crew[0]
 
 
@@ -64,20 +60,12 @@ def test_a_transport_without_an_actor_does_nothing_until_it_has_one(actor):
     assert ray.get(actor.look.remote())[0] == 5.0
 
 
-@pytest.mark.parametrize("strategy", METHODS)
-@pytest.mark.parametrize("name", ["actors", "actor_refs"])
+@pytest.mark.parametrize(("strategy", "name"), [("tensordict", "actors"), ("state_dict", "actor_refs")])
 def test_actors_can_be_given(crew, actor, name, strategy):
     sender = sender_of(strategy=strategy, **{name: [crew[0], Context(_actor=crew[1])]})
     for version in (1, 2):
         assert sender.send(parts.net(version)) == version
         assert parts.ask(crew, "look") == [(float(version), version)] * 2
-    assert parts.ask(crew, "called") == [[METHODS[strategy]] * 2] * 2
-
-
-def test_a_context_that_is_gone_before_the_first_send_is_said(actor):
-    sender = sender_of(Context(env=Context(transform=[actor])))
-    with pytest.raises(ValueError, match="the context is gone"):
-        sender.send(parts.net(1.0))
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
@@ -101,7 +89,6 @@ def test_a_source_model_is_read_again_at_each_send(actor):
         assert ray.get(actor.look.remote()) == (float(version), version)
 
 
-@pytest.mark.full  # an actor of its own
 def test_a_killed_actor_is_named(crew):
     (actor,) = parts.start({MODEL_ID: RayModuleTransformScheme()}, kind=parts.ModuleActor)
     sender = sender_of(actors=[crew[0], actor])
@@ -121,9 +108,6 @@ def test_fan_out_binds_the_module_to_shared_memory():
         for version in (1, 2):
             assert scheme.get_sender().send(parts.net(version)) == version
             assert parts.ask(actors, "look") == [(float(version), version)] * 2
-        assert {tuple(called) for calls in parts.ask(actors, "called") for called in calls} == {
-            ("tensordict", "Announcement")
-        }
     finally:
         scheme.shutdown()
         parts.end(actors)
@@ -147,32 +131,6 @@ def test_torchrls_own_module_transform_takes_what_is_sent():
     parts.end([transform._actor])
 
 
-@pytest.mark.full  # the test above sends to the module that such a collector has
-def test_a_collector_of_torchrl_takes_what_is_sent():
-    collectors = pytest.importorskip("torchrl.collectors", reason="it is TorchRL's, of shmsync[torchrl]")
-    pytest.importorskip("gymnasium", reason="its environment is Gymnasium's, which shmsync[collectors] brings")
-    from tensordict.nn import TensorDictModule, TensorDictSequential
-    from torchrl.envs import GymEnv
-
-    policy = TensorDictSequential(
-        TensorDictModule(nn.Linear(4, 2), ["observation"], ["logits"]),
-        TensorDictModule(lambda logits: logits.argmax(-1), ["logits"], ["action"]),
-    )
-    make = ray.remote(num_cpus=0)(collectors.Collector)
-    environment = partial(GymEnv, "CartPole-v1", categorical_action_encoding=True)
-    collector = make.remote(environment, policy, frames_per_batch=4, total_frames=99)
-    scheme = RayWeightSyncScheme("tensordict")  # the form that TorchRL's own schemes send
-    scheme.init_on_sender("policy", remote_collectors=[collector])
-    for value in (0.5, -0.5):
-        fill(policy, value)
-        scheme.get_sender().send(policy)
-        found = collector.__ray_call__.remote(lambda self: [each.unique().item() for each in self.policy.parameters()])
-        assert ray.get(found) == [value] * 2
-    assert ray.get(collector.__ray_call__.remote(lambda self: next(iter(self)).numel())) == 4
-    parts.end([collector])
-
-
-@pytest.mark.full  # an interpreter of its own
 def test_without_ray_the_classes_import_and_their_use_names_the_extra():
     program = """
 import sys

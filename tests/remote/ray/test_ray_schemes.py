@@ -1,4 +1,4 @@
-"""RayWeightSyncScheme with real actors: what it costs, and what happens when actors die, stop, come and go."""
+"""RayWeightSyncScheme with real actors: its arguments, and actors that come and go."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import pytest
 
 pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brings")
 
-
-from shmsync import RayActorTransport, RayModuleTransformScheme, RayTransport, RayWeightSyncScheme
+from shmsync import AckTimeout, RayActorTransport, RayModuleTransformScheme, RayTransport, RayWeightSyncScheme
+from support import processes
+from support.calls import naming
 from support.conformance.contexts import Context
 from support.remote import ray_parts as parts
+from support.remote.deadlines import overrun
 
 
 def sender_to(actors, **options):
@@ -53,23 +55,6 @@ def test_counts_that_contradict_the_actors_are_refused(crew, count):
     assert scheme.get_sender().worker_ids == [0, 1]
 
 
-def test_weights_for_actors_of_this_node_are_not_put_into_the_store(crew):
-    sender = sender_to([*crew, None])
-    assert parts.objects_of_three(sender.send) < 0.5
-    assert parts.ask(crew, "look") == [(4.0, 4)] * 2
-    for _, _, path in parts.ask(crew, "given"):
-        assert "shmsync-weights" in path
-
-
-def test_each_send_makes_one_object_of_which_all_actors_get_views(crew, by_the_store):
-    sender = sender_to([*crew, None])
-    assert 3 <= parts.objects_of_three(sender.send) < 3.5
-    for _, _, path in parts.ask(crew, "given"):
-        assert "plasma" in path
-    for _, _, path in parts.ask(crew, "used"):
-        assert "plasma" not in path  # the net has a private copy
-
-
 def test_actors_that_join_and_leave_the_list_are_seen_at_the_next_send(crew):
     for given in ("a list", "a context"):
         roster = [crew[0]]
@@ -87,3 +72,13 @@ def test_actors_that_join_and_leave_the_list_are_seen_at_the_next_send(crew):
         sender.send(parts.net(3.0))
         assert sender.worker_ids == [0]
         assert parts.ask(crew, "look") == [(2.0, 2), (3.0, 3)]
+
+
+def test_a_stopped_head_of_ray_holds_no_call_beyond_its_deadline(crew):
+    sender = sender_to(crew, fan_out="node")
+    with processes.stopped(parts.head_pid()):
+        with naming(AckTimeout, [0, 1]):
+            sender.send(parts.net(1.0), timeout=0.5)
+        assert overrun(lambda: sender.send(parts.net(1.0), timeout=0.5), 0.5) < 0.1
+    version = sender.send(parts.net(7.0))
+    assert parts.ask(crew, "look") == [(7.0, version)] * 2

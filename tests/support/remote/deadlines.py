@@ -7,8 +7,7 @@ import time
 
 import torch.distributed as dist
 
-from shmsync import DistributedTransport, DistributedWeightSyncScheme
-from support.calls import Call, outcome
+from shmsync import DistributedWeightSyncScheme
 from support.remote import transports
 from support.remote.members import linear, members
 
@@ -41,14 +40,6 @@ def send_in_halves(state, timeout):
     return overrun(call, 2 * timeout)
 
 
-def send_while_another_does(state, timeout, busy):
-    """A send in one thread while another thread's lasts."""
-    other = Call(outcome, state.sender.send, timeout=busy)
-    result = send(state, timeout)
-    other.result()
-    return result
-
-
 def use_transport(state, call, timeout, *args, **kwargs):
     """A call of state.transport that is given its timeout."""
     return overrun(lambda: getattr(state.transport, call)(*args, timeout=timeout, **kwargs), timeout)
@@ -66,25 +57,8 @@ def send_by_hand_in_halves(state, timeout):
     return overrun(call, timeout)
 
 
-def send_initial(state, timeout):
-    """The transport has its timeout from its constructor."""
-    transport = DistributedTransport(store=state.store, rank=1, timeout=timeout)
-    result = overrun(lambda: transport.send_initial_weights(linear(1_000_000).state_dict()), timeout)
-    transport.close()
-    return result
-
-
 def receive(state, timeout):
     return overrun(lambda: members["policy"].receiver.receive(timeout), timeout)
-
-
-def receive_by_hand(state, timeout):
-    return use_transport(state, "receive_weights", timeout)
-
-
-def answer_by_hand(state, timeout):
-    """It has no timeout: it does not wait."""
-    return overrun(lambda: state.transport.send_ack(), 0.0)
 
 
 def join(state, timeout):

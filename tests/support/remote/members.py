@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import threading
-from collections import deque
 from pathlib import Path
 
 import torch
@@ -40,21 +39,13 @@ class Member:
         self.model = linear(size)
         scheme.init_on_worker(model_id, model=self.model, **arguments)
         self.receiver = scheme.get_receiver()
-        self.came = []  # the types of what calls brought
         self.applied = []  # versions
         self.errors = []
-        self.gates = deque()  # each holds one call back
-        self.entered = threading.Semaphore(0)
         members[name] = self
 
     @staticmethod
     def update_policy_weights_(rref, weights):
         self = rref.local_value()
-        self.came.append(type(weights).__name__)
-        if self.gates:
-            gate = self.gates.popleft()
-            self.entered.release()
-            gate.wait()
         self.receiver.apply_weights(weights)
         self.applied.append(self.receiver.version)
 
@@ -103,20 +94,6 @@ def wait_applied(state, version):
 
 def receive(state, timeout, name="policy"):
     return members[name].receiver.receive(timeout)
-
-
-def hold(state):
-    """Hold back the next call that comes, and no other one."""
-    members["policy"].gate = threading.Event()
-    members["policy"].gates.append(members["policy"].gate)
-
-
-def wait_held(state):
-    members["policy"].entered.acquire()
-
-
-def let_go(state):
-    members["policy"].gate.set()
 
 
 def take_unanswered(state):

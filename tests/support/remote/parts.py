@@ -11,14 +11,11 @@ import ctypes
 import gc
 import os
 import random
-import re
 import signal
 import socket
 import threading
-from pathlib import Path
 
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import rpc
 
 from shmsync import DistributedWeightSyncScheme, RPCWeightSyncScheme
@@ -132,19 +129,6 @@ def set_environment(state, **variables):
     os.environ.update(variables)
 
 
-def enter_namespace(state, name):
-    """Move to a network namespace, before there are other threads."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/run/netns/{name}") as file:
-        if libc.setns(file.fileno(), 0x40000000) != 0:  # CLONE_NEWNET
-            raise OSError(ctypes.get_errno(), "setns")
-
-
-def transmitted(state, interface):
-    """Bytes that this network namespace has sent over an interface."""
-    return int(re.search(rf"{interface}:(.*)", Path("/proc/self/net/dev").read_text())[1].split()[8])
-
-
 def free_port(state, host):
     """A port that no process gets by asking for any: other tests connect meanwhile, until the agents listen."""
     while True:
@@ -249,18 +233,6 @@ def settle(state):
         state.sender.wait_async()
 
 
-def send_until_told(state, first):
-    """Send one value after the other, until the next call comes; (the last version, what it raised)."""
-    value, errors = first, []
-    while not state.conn.poll():
-        try:
-            send(state, value)
-        except Exception as error:
-            errors.append(f"{type(error).__name__}: {error}")
-        value += 1
-    return state.sender.version, errors
-
-
 def threads(state):
     gc.collect()
     return threading.active_count()
@@ -274,9 +246,10 @@ def make_two_senders(state):
         state.senders.append(scheme.get_sender())
 
 
-def send_other_model(state, features):
-    """One that does not fit."""
-    return state.sender.send(nn.Linear(features, 4))
+def send_two_models(state, value):
+    """One after the other; the second has half more everywhere."""
+    for sender, size, more in zip(state.senders, (500, 300), (0.0, 0.5), strict=True):
+        sender.send(linear(size, value + more))
 
 
 def dead(state):
@@ -285,17 +258,6 @@ def dead(state):
 
 def shut_down(state):
     state.scheme.shutdown()
-
-
-def count_isends(state):
-    """Note the rank and the size of each tensor that leaves through the process group."""
-    real, state.isends = dist.isend, []
-
-    def isend(tensor, rank, **kwargs):
-        state.isends.append((rank, tensor.nbytes))
-        return real(tensor, rank, **kwargs)
-
-    dist.isend = isend
 
 
 def isends(state):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import shutil
-import time
 from pathlib import Path
 
 import psutil
@@ -22,7 +20,6 @@ from support.processes import PATIENCE, until
 from support.weights import fill
 
 SIZE = 256  # a net is 257 KiB: more than Ray would put into its messages
-CHUNK = 64 << 10  # bytes that Ray's object managers send at a time here
 OPTIONS = {
     "log_to_driver": False,
     "logging_level": "ERROR",
@@ -32,9 +29,6 @@ SYSTEM = {
     "worker_niceness": 0,  # by default Ray's workers come last, behind all tests that run beside these
     # When Ray's head is slow to hear of a death, calls wait for it so long, and only then say "unavailable".
     "timeout_ms_task_wait_for_death_info": 10_000,
-    # Each raylet writes what its store did into its log, by default once a minute.
-    "event_stats_print_interval_ms": 100,
-    "object_manager_default_chunk_size": CHUNK,
 }
 
 
@@ -135,15 +129,9 @@ class Worker(Process):
             scheme.init_on_worker(model_id, model=self.nets[model_id])
         self.receivers = {model_id: scheme.get_receiver() for model_id, scheme in schemes.items()}
         self.calls = 0
-        self.ignores = False
-        self.source = None
 
     def update_policy_weights_(self, policy_or_weights):
         self.calls += 1
-        if self.ignores:
-            return
-        if isinstance(policy_or_weights, dict):
-            self.source = mapping_at(policy_or_weights["weight"].data_ptr())
         stamp = getattr(policy_or_weights, "stamp", None)
         self.receivers[stamp.model_id if stamp else "policy"].apply_weights(policy_or_weights)
 
@@ -155,17 +143,9 @@ class Worker(Process):
         """How often it was given weights."""
         return self.calls
 
-    def given(self):
-        """The mapping in which the last weights that it was given lie."""
-        return self.source
-
     def used(self, model_id="policy"):
         """The mapping in which the weights lie that its net uses."""
         return mapping_at(self.nets[model_id].weight.data_ptr())
-
-    def ignore(self, ignores):
-        """Apply nothing from now on, or apply again."""
-        self.ignores = ignores
 
 
 class ModuleActor(Process):
@@ -177,22 +157,15 @@ class ModuleActor(Process):
         self.module = net(0.0, size)
         scheme.init_on_worker(model_id, context=self)  # which has the module as .module
         self.receiver = scheme.get_receiver()
-        self.methods = []
 
     def _update_weights_tensordict(self, params):
-        self.methods.append(("tensordict", type(params).__name__))
         self.receiver.apply_weights(params)
 
     def _update_weights_state_dict(self, state_dict):
-        self.methods.append(("state_dict", type(state_dict).__name__))
         self.receiver.apply_weights(state_dict)
 
     def look(self):
         return value_of(self.module), self.receiver.version
-
-    def called(self):
-        """Which methods, with what, since the last time."""
-        return [self.methods.pop(0) for _ in list(self.methods)]
 
 
 # ---- starting and asking them
@@ -239,12 +212,6 @@ def head_pid():
     return _the_pid("gcs_server", lambda words: any(_session() in word for word in words))
 
 
-def store_pid():
-    """Of the process that has this node's object store."""
-    node = f"--node_id={ray.get_runtime_context().get_node_id()}"
-    return _the_pid("raylet", lambda words: node in words)
-
-
 def _the_pid(name, wanted):
     """Of the one process of this name whose command line is wanted; those of other clusters may end meanwhile."""
     found = []
@@ -254,32 +221,3 @@ def _the_pid(name, wanted):
                 found.append(each.pid)
     (pid,) = found
     return pid
-
-
-def traffic():
-    """By node: (bytes of objects made in its store, bytes that its store got from other nodes, rounded up to CHUNK)."""
-    begins = {log: log.stat().st_size for log in Path(_session(), "logs").glob("raylet*.out")}
-    return dict(_traffic(log, begin) for log, begin in begins.items())
-
-
-def objects_of_three(send):
-    """How many objects of the size of a net() three calls of `send(net)` put into the store of the only node."""
-    send(net(1.0))  # with what is made once
-    ((before, _),) = traffic().values()
-    for value in (2.0, 3.0, 4.0):
-        send(net(value))
-    ((after, _),) = traffic().values()
-    return (after - before) / ((SIZE + 1) * SIZE * 4)  # and Ray's own small objects, and the layout of the weights
-
-
-def _traffic(log, begin):
-    node = re.search(r"Setting node ID node_id=(\w+)", log.read_text())[1]
-    while True:
-        with log.open() as file:
-            file.seek(begin)
-            text = file.read()
-        made = re.findall(r"num bytes created total: (\d+)\n", text)
-        chunks = re.findall(r"num chunks received total: (\d+)\n", text)
-        if len(made) > 1 and len(chunks) > 1:  # the first may have been written before
-            return node, (int(made[1]), int(chunks[1]) * CHUNK)
-        time.sleep(0.02)

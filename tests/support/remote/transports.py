@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 import torch
 from tensordict import TensorDict
@@ -10,8 +11,7 @@ from torch import nn
 from torch.distributed import rpc
 
 from shmsync import DistributedTransport, RPCTransport, WeightStrategy
-from shmsync.schemes.remote.packed_weights import Packer
-from support.processes import until
+from support.calls import Call
 from support.remote.members import FOR_EVER, Member, Trouble, linear, members
 
 
@@ -56,19 +56,6 @@ def keeper_trouble(state, text):
     Keeper.trouble = text
 
 
-def post_model(state, version):
-    """Call the worker's method, whatever it was called with before."""
-    if state.packer is None:
-        state.packer, state.posted = Packer(), []
-    packed_weights = state.packer.pack(linear(500, version).state_dict(), "policy", version)
-    state.posted.append(state.transport.post(packed_weights))
-
-
-def wait_posted(state, index):
-    until(state.posted[index].finished)
-    return state.posted[index].result()
-
-
 def use(state, call, *args, **kwargs):
     return getattr(state.transport, call)(*args, **kwargs)
 
@@ -80,14 +67,6 @@ def introduce(state):
 def send_sample(state, name, call="send_weights", model_id="policy"):
     arguments = (SAMPLES[name](),) if call == "send_initial_weights" else (model_id, SAMPLES[name]())
     getattr(state.transport, call)(*arguments)
-
-
-def send_sample_alone(state, name, by_name):
-    sample = SAMPLES[name]()
-    if by_name:
-        state.transport.send_weights(weights=sample)
-    else:
-        state.transport.send_weights(sample)
 
 
 def receive_sample(state, **kwargs):
@@ -106,12 +85,6 @@ def received_without_answer(state):
 
 def receive_initial(state):
     state.received = state.transport.receive_initial_weights()
-
-
-def receive_initial_values(state):
-    """All values that came."""
-    receive_initial(state)
-    return {float(each) for tensor in leaves(state.received).values() for each in tensor.flatten()}
 
 
 def receive_initial_at_last(state):
@@ -225,7 +198,6 @@ SAMPLES = {
         for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.cfloat)
     },
     "empty": lambda: {"none": torch.empty(0), "rows": torch.empty(3, 0, dtype=torch.int64), "one": torch.tensor(7)},
-    "nothing": lambda: {"none": torch.empty(0)},
     "tied": tied,
     "strange": lambda: {
         "transposed": torch.arange(6.0).view(2, 3).t(),
@@ -236,5 +208,46 @@ SAMPLES = {
     },
     "many": lambda: {f"block{i}.weight": torch.full((i % 7,), float(i)) for i in range(300)},
     "extra": lambda: Layered(3.0, {"steps": [1, 2]}).state_dict(),
-    "extra number": lambda: Layered(3.0, 7).state_dict(),
 }
+
+
+def send_in_threads(state, count, rounds):
+    """One transport in so many threads; what they raised."""
+    weights = linear(500, 5.0).state_dict()
+
+    def run():
+        raised = []
+        for _ in range(rounds):
+            try:
+                state.transport.send_weights("policy", weights)
+            except Exception as error:
+                raised.append(f"{type(error).__name__}: {error}")
+        return raised
+
+    calls = [Call(run) for _ in range(count)]
+    return [error for call in calls for error in call.result()]
+
+
+class OnlyHere:
+    """Cannot be unpickled in another process."""
+
+    def __reduce__(self):
+        return unpickle_only_in, (os.getpid(),)
+
+
+def unpickle_only_in(pid):
+    if os.getpid() != pid:
+        raise Trouble("not here")
+    return OnlyHere()
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self):
+        return OnlyHere()
+
+    def set_extra_state(self, state):
+        pass
+
+
+def send_what_only_the_trainer_can_unpickle(state):
+    state.sender.send(Extra(500, 4))

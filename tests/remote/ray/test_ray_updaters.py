@@ -61,10 +61,6 @@ def test_the_servers_weights_are_read_at_each_push(crew):
             assert values(crew) == [value] * 2
 
 
-def test_each_push_makes_one_object_whatever_the_number_of_actors(crew):
-    assert 3 <= parts.objects_of_three(updater_of(crew).push_weights) < 3.5
-
-
 def test_weights_that_are_in_the_store_already_are_pushed_as_they_are(crew):
     updater_of(crew).push_weights(ray.put(dict(parts.net(7.0).state_dict())))
     assert values(crew) == [7.0] * 2
