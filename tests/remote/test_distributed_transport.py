@@ -121,4 +121,6 @@ def test_a_late_answer_is_not_the_next_sends(ends):
     with pytest.raises(shmsync.AckTimeout):
         trainer.call(transports.use, "wait_ack", timeout=0.3)
     worker.call(transports.use, "send_ack")
-    trainer.call(transports.use, "wait_ack")
+    trainer.start(transports.send_sample, "flat")
+    worker.call(transports.receive_sample)
+    trainer.result()
