@@ -16,7 +16,7 @@ from support.processes import until
 def test_every_frame_says_which_weights_chose_its_action(collector, scheme, sync):
     policy = Policy()
     policy.set_tag(1)
-    batches = collector(policy=policy, sync=sync, weight_sync_scheme=scheme(), total_frames=4000)
+    batches = collector(policy=policy, sync=sync, weight_sync_scheme=scheme(), total_frames=1600)
     sent = [1]
     stop = threading.Event()
 
