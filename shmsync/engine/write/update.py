@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Update(_native.Scope):
     """What Publisher.update() returns: `with` calls _enter() and _exit(), and _recover() if they are interrupted.
 
-    `optimizer`: whose step it is for. `writes_at_once`: may its body write adopted parameters as soon as it begins?
+    `optimizer`: whose step it is for. `writes_at_once`: may its body write as soon as it begins? A load does not.
     """
 
     def __init__(
@@ -68,10 +68,8 @@ class Update(_native.Scope):
             side.pull()
         side.writes.open_to()
         weights = side.arena.weights(side.writer.slot, writable=True)
-        if side.adopted is not None:
+        if side.arena.slots == 1:
             side.touched |= self._writes_at_once
-        elif side.arena.slots == 1:
-            side.watch_hand_out(weights)
         side.set_updating(threading.get_ident())
         self._seconds = time.perf_counter() - started
         return weights
@@ -85,7 +83,6 @@ class Update(_native.Scope):
             return
         started = time.perf_counter()
         side.touched = True
-        side.end_watch()
         if side.adopted is not None:
             side.adopted.look()  # the body may have replaced tensors too
             side.pull()
@@ -106,7 +103,6 @@ class Update(_native.Scope):
         side = self._side
         if side.lock.held_by(self) and not side.in_parent:
             side.set_updating(None)
-            side.end_watch()
             side.undo()
             side.lock.release(self)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import time
 import weakref
 from collections.abc import Callable
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,7 +14,6 @@ from ...errors import ClosedError, DeviceFailed, ForkedHandle, Poisoned, Protoco
 from ...memory.arena import Arena
 from ...memory.system.exiting import stay_if_exiting
 from ...memory.system.process import Peers
-from ...memory.system.when_imported import when_imported
 from ..adopt.adopting import Adoption
 from ..copy.copy_plan import CopyPlan
 from ..deadlines import Samples
@@ -27,14 +24,6 @@ from .device_writes import DeviceWrites
 from .dirty_leaves import DirtyLeaves
 from .host_writes import HostWrites
 from .pin_wait import PinWait
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict
-
-    from .handed_out import HandOut
-
-# Where TensorDicts can be made, this is there: an import inside an update() may lack a descriptor or memory.
-when_imported("shmsync.memory.dotted", functools.partial(import_module, f"{__package__}.handed_out"))
 
 
 class WriteSide:
@@ -59,8 +48,6 @@ class WriteSide:
         self.not_started: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # Workers, and how many
         self.close_request = CloseRequest(self.lock)
         self.pin_wait = PinWait(arena, name, self._writer, self.peers, owner, self.close_request)
-        self._hand_out: HandOut | None = None
-        self._watched = False
         self.touched = True  # may the write that is under way have changed a byte?
         self._generation = _native.fork_generation()
         self._dirty = DirtyLeaves(arena.manifest, arena.slots)
@@ -130,22 +117,6 @@ class WriteSide:
         if self.writes.at_once:
             self._dirty.written()
         return version
-
-    def watch_hand_out(self, weights: TensorDict) -> None:
-        """update() gives its body these weights: watch whether the body uses them."""
-        if self._hand_out is None:
-            from .handed_out import HandOut
-
-            self._hand_out = HandOut(weights, self.arena.views(0, writable=True))
-        self._watched = True
-        self._hand_out.begin()
-
-    def end_watch(self) -> None:
-        """Watch no more; bytes may have changed if anything was handed out."""
-        if self._watched and self._hand_out is not None:
-            self._hand_out.end()
-            self.touched = self.touched or self._hand_out.may_have_written()
-            self._watched = False
 
     def restore_adopted(self) -> None:
         """Make the adopted parameters private again. Whatever comes between, they can be written afterwards."""
