@@ -1,5 +1,6 @@
 """What init_on_sender(), init_on_worker() and register_worker() take, and the life of a scheme."""
 
+import math
 import pickle
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from shmsync.errors import ClosedError
 from support.conformance.nets import Stamped
 from support.conformance.rigs import KINDS, Box, BoxScheme, rigs
+from support.conformance.table import NONE
 
 # ---- keyword arguments
 
@@ -23,41 +25,6 @@ def test_unknown_argument_of_init_on_worker_names_the_known_ones(scheme, ends):
         scheme.init_on_worker("policy", model=Stamped(), inplace=True, **ends.worker)
     with pytest.raises(RuntimeError, match=r"call init_on_worker\(\) before"):
         scheme.get_receiver()
-
-
-class Declaring(BoxScheme):
-    sender_takes = BoxScheme.sender_takes | {"colour"}
-
-
-class Reading(BoxScheme):
-    """A subclass whose sender reads more, and which does not declare it."""
-
-    def create_sender(self):
-        made = super().create_sender()
-        set_up = made.set_up
-
-        def with_colour(arguments):
-            self.colour = arguments.get("colour")
-            set_up(arguments)
-
-        made.set_up = with_colour
-        return made
-
-
-class Taking(BoxScheme):
-    def init_on_sender(self, model_id, context=None, *, colour, **kwargs):
-        self.colour = colour
-        super().init_on_sender(model_id, context, **kwargs)
-
-
-@pytest.mark.parametrize("kind", [Declaring, Reading, Taking])
-def test_subclass_may_take_more(kind):
-    scheme = kind()
-    scheme.init_on_sender("policy", pipes=[Box()], colour="red")
-    assert scheme.get_sender().worker_ids == [0]
-    assert vars(scheme).get("colour", "red") == "red"
-    with pytest.raises(TypeError, match="takes no size="):
-        kind().init_on_sender("policy", pipes=[Box()], colour="red", size=3)
 
 
 NO_INDICES = ["a", -1, True, 1.5]
@@ -118,3 +85,14 @@ def test_workers_keep_their_weights_when_the_trainers_scheme_ends(kind):
         with rig.scheme:
             rig.deliver(Stamped(3))
         assert rig.stamps() == [3, 3]
+
+
+def test_a_timeout_is_0_or_more_seconds_and_none_is_the_default(any_entry):
+    if any_entry is NONE:
+        return
+    default = any_entry.make().timeout
+    assert any_entry.make(timeout=None).timeout == default > 0
+    assert any_entry.make(timeout=math.inf).timeout == math.inf
+    for wrong in (-1, math.nan, "2", True):
+        with pytest.raises(ValueError, match="timeout must be 0 or more seconds"):
+            any_entry.make(timeout=wrong)

@@ -32,15 +32,6 @@ def test_set_context_of_the_sender(make):
     assert rig.stamps() == [3, 3]
 
 
-def test_register_worker_is_asked_for_each_worker(make):
-    calls = []
-    rig = make(sender=recording("_register_worker", calls))
-    assert [args[0] for _, args, _ in calls] == [0, 1]
-    assert [len(args) + len(kwargs) for _, args, kwargs in calls] == [2, 2]  # the index and the address
-    rig.deliver(Stamped(2))
-    assert rig.stamps() == [2, 2]
-
-
 @one_by_one
 def test_iterate_transports_chooses_who_is_sent_to(make):
     asked = []

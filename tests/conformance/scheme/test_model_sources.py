@@ -6,7 +6,7 @@ import pytest
 
 from shmsync.schemes import WeightStrategy
 from support.conformance.contexts import Context
-from support.conformance.nets import Stamped, ask
+from support.conformance.nets import Stamped
 
 UNRELATED = {"string": "mlp", "number": 7, "list": [1, 2], "dict": {"lr": 0.1}, "object": object(), "nothing": None}
 
@@ -53,14 +53,6 @@ def test_unrelated_attribute_of_the_context_is_never_sent(make, value):
 
 
 # ---- the model of a worker
-
-
-def test_explicit_model_of_a_worker_wins_over_its_context(scheme, ends):
-    net, other = Stamped(0), Stamped(0)
-    context = Context(policy=other)
-    scheme.init_on_worker("policy", context, model=net, **ends.worker)
-    assert scheme.get_receiver()._resolve_model_ref() is net
-    assert ask(other) == 0
 
 
 @pytest.mark.parametrize("value", [each for each in UNRELATED if each != "nothing"])

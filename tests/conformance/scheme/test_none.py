@@ -1,7 +1,6 @@
 """NoWeightSyncScheme: every call does nothing, and answers properly."""
 
-
-from shmsync.schemes import NoWeightSyncScheme, TransportBackend
+from shmsync.schemes import NoWeightSyncScheme
 from support.conformance.contexts import Context
 from support.conformance.nets import Stamped, ask
 from support.conformance.table import NONE, only
@@ -27,14 +26,3 @@ def test_receiver_answers_without_pipe_or_model():
     receiver.apply_weights(Stamped(2).state_dict())
     assert ask(net) == 1
     assert receiver.version == 0
-
-
-def test_transport_answers():
-    transport = NoWeightSyncScheme().create_transport(None)
-    assert isinstance(transport, TransportBackend)
-    assert transport.send_weights("policy", Stamped()) is None
-    assert transport.send_weights_async("policy", Stamped()) is None
-    assert transport.wait_ack() is None
-    assert transport.receive_weights(timeout=0.01) is None
-    assert transport.send_ack() is None and transport.check_ack("updated") is None
-    assert transport.check_connection() is True

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from tensordict import TensorDict
-from torch import nn
 
 from shmsync.errors import ManifestMismatch
 from shmsync.schemes import WeightStrategy
@@ -29,8 +28,6 @@ FORMS = {
     "module": lambda net: net,
     "state_dict": lambda net: net.state_dict(),
     "tensordict": lambda net: TensorDict.from_module(net).data,
-    "flat tensordict": lambda net: TensorDict(net.state_dict()),
-    "nested dict": lambda net: TensorDict.from_module(net).data.to_dict(),
 }
 
 
@@ -80,22 +77,6 @@ def test_buffers_keep_their_dtype_in_every_form_that_follows_a_module(make, seco
         assert each.table.dtype == torch.float32 and (each.table == PRECISE).all()
 
 
-@pytest.mark.parametrize("form", ["module", "state_dict"])
-def test_patterns_choose_what_is_cast(make, form):
-    class Mixed(Stamped):
-        def __init__(self):
-            super().__init__(0)
-            self.layer.weight = nn.Parameter(self.layer.weight.detach().to(torch.bfloat16))
-
-    rig = make(Mixed, dtype={"*.weight": torch.bfloat16})
-    rig.deliver(FORMS[form](trainer()))
-    for net in rig.nets:
-        with torch.no_grad():
-            net()
-        assert (net.layer.weight.dtype, net.layer.bias.dtype) == (torch.bfloat16, torch.float32)
-        assert (net.layer.bias == PRECISE).all()
-
-
 def test_without_a_cast_another_dtype_is_refused_by_name(make):
     rig = make(Brief)
     with pytest.raises(ManifestMismatch, match=r"layer\.weight is torch\.(float32|bfloat16)"):
@@ -128,27 +109,3 @@ def test_strategy_casts_what_it_applies(form):
     with pytest.raises(ManifestMismatch, match=r"layer\.weight is torch\.float32 .* but torch\.bfloat16"):
         WeightStrategy(dtype=torch.bfloat16).apply_weights(wide, FORMS[form](trainer()))
     assert not wide.layer.weight.any()
-
-
-def test_pattern_that_casts_nothing_is_refused_unless_weights_may_be_partial():
-    weights = {"layer.bias": torch.zeros(2)}
-    dtype = {"*.weight": torch.bfloat16}
-    with pytest.raises(ManifestMismatch, match=r"'\*\.weight' of dtype= matches no leaf"):
-        WeightStrategy("state_dict", dtype=dtype).extract_weights(weights)
-    assert WeightStrategy("state_dict", partial=True, dtype=dtype).extract_weights(weights).keys() == weights.keys()
-
-
-def test_what_modules_keep_beside_their_tensors_is_left_alone():
-    class Keeping(nn.Linear):
-        def get_extra_state(self):
-            return {"scale": torch.ones(1), "note": "a"}
-
-        def set_extra_state(self, state):
-            self.state = state
-
-    net, into = Keeping(2, 2), Keeping(2, 2).bfloat16()
-    for form in ("state_dict", "tensordict"):
-        strategy = WeightStrategy(form, dtype=torch.bfloat16)
-        strategy.apply_weights(into, strategy.extract_weights(net))
-        assert torch.equal(into.weight, net.weight.bfloat16())
-    assert into.state["note"] == "a" and into.state["scale"].dtype == torch.float32

@@ -6,7 +6,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-import shmsync
 from shmsync.errors import ManifestMismatch
 from support.conformance.nets import FORMS, Stamped, numbers, shared, stamp
 from support.conformance.table import SHM, only
@@ -25,15 +24,6 @@ def test_every_form_of_weights_reaches_the_plain_tensordict_at_each_send(fleet, 
         assert numbers(plain) == {float(value)}
         assert fleet.stamps() == [value] * 3
     assert [leaf.data_ptr() for leaf in plain.values(True, True)] == addresses
-
-
-def test_the_plain_tensordict_follows_sends_to_single_groups(fleet):
-    plain = shared(Stamped(0))
-    sender = fleet.open(policy_weights={"policy": plain}, alone=True)
-    for value, workers in ((1, None), (2, 0), (3, [1, 2]), (4, 2), (5, None)):
-        sender.send(Stamped(value), workers)
-        assert numbers(plain) == {float(value)}
-    assert fleet.stamps() == [5] * 3
 
 
 def test_a_part_of_the_weights_changes_that_part_of_the_plain_tensordict(fleet):
@@ -66,17 +56,6 @@ def test_weights_that_lack_a_leaf_change_nothing(fleet):
     with pytest.raises(ManifestMismatch, match=r"layer\.weight"):
         sender.send(Stamped(3, width=9))
     assert numbers(plain) == {2.0} and fleet.stamps() == [2] * 3 and sender.version == version
-
-
-def test_a_plain_tensordict_in_read_only_memory_is_refused_before_anything_is_written(fleet):
-    with shmsync.Publisher(Stamped(0)) as publisher:
-        sender = fleet.open()
-        sender.carrier.plain["policy"] = publisher.weights
-        for _ in range(2):
-            with pytest.raises(ManifestMismatch, match="read-only"):
-                sender.send(Stamped(1))
-        assert sender.version == 0
-        assert fleet.stamps() == [0] * 3
 
 
 @SLOTS

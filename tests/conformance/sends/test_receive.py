@@ -3,7 +3,7 @@
 import pytest
 
 from shmsync.errors import AckTimeout, ManifestMismatch, WriterDied
-from support.calls import Call, naming
+from support.calls import Call
 from support.conformance import peers
 from support.conformance.nets import Stamped
 
@@ -48,24 +48,6 @@ def test_context_gives_the_model(fleet):
         worker.call(peers.join_with_context, scheme, "env.value_net", Stamped)
     scheme.get_sender().send(Stamped(1))
     assert fleet.stamps("env.value_net") == [1, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("join", "message"),
-    [
-        (peers.join_without_model, "no model is registered"),
-        (peers.lose_context, "context that had 'policy' is gone"),
-    ],
-)
-def test_receive_without_a_model_is_a_value_error_on_both_sides(fleet, join, message):
-    sender = fleet.open()
-    fleet.workers[1].call(join, fleet.make(), "policy")
-    fleet.hold(1)
-    sending = Call(sender.send, Stamped(1))
-    with pytest.raises(ValueError, match=message):
-        fleet.workers[1].call(peers.receive, timeout=60)
-    with pytest.raises(ValueError, match=message):
-        sending.result()
 
 
 def open_but_for_one(fleet, join, *args, **options):
@@ -121,17 +103,3 @@ def test_answers_for_two_models_on_one_pipe_may_be_awaited_in_any_order(fleet):
         value.send_async(Stamped(10 + version))
         assert [sender.wait_async() for sender in order] == [version, version]
         assert (fleet.stamps("policy"), fleet.stamps("env.value_net")) == ([version] * 3, [10 + version] * 3)
-
-
-def test_answer_of_one_model_is_not_counted_for_another_that_nobody_receives(fleet):
-    policy, scheme = fleet.open("policy"), fleet.make()
-    fleet.init_sender(scheme, "env.value_net")
-    value = scheme.get_sender()
-    value.send_async(Stamped(1), timeout=1)
-    assert policy.send(Stamped(1)) == 1
-    with naming(AckTimeout, [0, 1, 2]):
-        value.wait_async(timeout=0.1)
-    for index in range(3):
-        fleet.join(index, scheme, "env.value_net")
-    assert value.send(Stamped(2)) == 2
-    assert fleet.stamps("env.value_net") == [2, 2, 2]

@@ -11,7 +11,6 @@ import shmsync
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from support.calls import Call
 from support.conformance.nets import Stamped
-from support.conformance.rigs import PipeRig
 from support.conformance.table import MP, only
 
 
@@ -61,24 +60,3 @@ def test_a_second_init_on_sender_has_the_new_workers_alone(pipes, make):
     assert receiving.result() is True
     receiver.close()
     scheme.shutdown()
-
-
-@pytest.mark.parametrize("partial", [False, True])
-def test_extra_state_that_cannot_be_set_leaves_the_old_weights(partial, rig_of):
-    class Stateful(Stamped):
-        refuses = False
-
-        def get_extra_state(self):
-            return int(self.count[0])
-
-        def set_extra_state(self, state):
-            if self.refuses:
-                raise OSError("no such state")
-
-    rig = rig_of(PipeRig, MultiProcessWeightSyncScheme, partial=partial, nets=[Stateful(0), Stateful(0)])
-    rig.deliver(Stateful(1))
-    for net in rig.nets:
-        net.refuses = True
-    with pytest.raises(OSError, match="no such state"):
-        rig.deliver(Stateful(2))
-    assert rig.stamps() == [1, 1]

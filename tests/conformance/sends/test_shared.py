@@ -2,17 +2,13 @@
 
 import gc
 import os
-import pickle
 import re
 
 import pytest
-import torch
-from tensordict import TensorDict
 
 from shmsync.errors import ManifestMismatch, ReaderStalled
 from shmsync.schemes import SharedMemTransport, SharedMemWeightSyncScheme
 from support.conformance import peers
-from support.conformance.contexts import Caching
 from support.conformance.nets import Slow, Stamped, numbers, shared
 from support.conformance.table import SHM
 
@@ -67,12 +63,6 @@ def test_registered_weights_reach_the_workers_before_the_first_send(fleet):
     assert fleet.stamps() == [2, 2, 2]
 
 
-def test_cached_weights_of_the_context_are_registered(fleet):
-    context = Caching(cached=shared(Stamped(4)))
-    fleet.open(given={"context": context}, auto_register=False).send(Stamped(5))
-    assert fleet.stamps() == [5, 5, 5]
-
-
 def test_registering_what_is_registered_is_a_runtime_error(fleet):
     transport, sending = SharedMemTransport(), fleet.make()
     transport.register_weights("policy", shared(Stamped(1)))
@@ -93,15 +83,6 @@ def test_plain_shared_tensordict_is_written_without_any_worker():
     transport.send_weights("policy", Stamped(3))
     assert numbers(plain) == {3.0}
     transport.close()
-
-
-def test_pickled_scheme_keeps_the_plain_tensordicts():
-    scheme = SharedMemWeightSyncScheme({"policy": TensorDict({"w": torch.ones(2)})}, slots=2, groups=[[0], [1]])
-    copy = pickle.loads(pickle.dumps(scheme))
-    assert copy.policy_weights["policy"]["w"].tolist() == [1, 1]
-    assert (copy.slots, copy.groups) == (2, [[0], [1]])
-    scheme.shutdown()
-    copy.shutdown()
 
 
 # ---- groups
@@ -127,11 +108,6 @@ def test_groups_share_an_arena_and_are_sent_to_as_a_whole(fleet):
     with pytest.raises(ValueError, match=r"groups=\[\[0\], \[1\]\]"):
         sender.send(Stamped(4), [0, 2])
     assert fleet.stamps() == [2, 2, 3]
-
-
-def test_worker_in_two_groups_is_a_value_error():
-    with pytest.raises(ValueError, match="each worker is in one group"):
-        SharedMemWeightSyncScheme(groups=[[0, 1], [1, 2]])
 
 
 # ---- memory

@@ -98,17 +98,6 @@ def test_worker_started_anew_takes_the_place_of_the_dead(fleet):
     assert fleet.stamps() == [3, 3, 3]
 
 
-def test_death_without_process_objects_is_seen_by_the_end_of_the_pipe(fleet):
-    sender = fleet.open(given={"procs": None})
-    fleet.hold(1)
-    sending = Call(sender.send, Stamped(1), timeout=LONG)
-    until(lambda: fleet.stamps(workers=[0, 2]) == [1, 1])
-    since = kill(fleet.workers[1])
-    with pytest.raises(WorkerDied, match="worker 1"):
-        sending.result()
-    assert time.monotonic() - since < LONG / 2
-
-
 @pytest.mark.host_memory(reason="a worker that is stopped just after a section on a device still holds its slot")
 def test_stopped_worker_is_late_and_its_late_ack_counts_for_nothing(fleet):
     sender = fleet.open()
@@ -144,16 +133,6 @@ def test_stopped_worker_does_not_block_a_send_that_its_pipe_cannot_hold(fleet):
     fleet.workers[1].resume()
     assert sender.send(Stamped(3, LARGE), timeout=LONG) == 3
     assert fleet.stamps() == [3, 3, 3]
-
-
-@only(MP)
-def test_worker_killed_in_the_middle_of_a_message(fleet):
-    sender = fleet.open("policy", Stamped, 0, LARGE)
-    fleet.workers[1].stop()
-    sending = Call(sender.send, Stamped(1, LARGE), timeout=LONG)
-    until(lambda: fleet.stamps(workers=[0, 2]) == [1, 1])
-    raises_worker_died(sending, kill(fleet.workers[1]))
-    assert sender.send(Stamped(2, LARGE), timeout=LONG) == 2
 
 
 def test_what_a_worker_had_applied_is_not_counted_for_the_one_in_its_place(fleet):

@@ -57,14 +57,3 @@ def test_a_late_answer_never_counts_for_another_transport_of_the_same_pipe(make,
             second.wait_ack()
     for transport in (first, second):
         getattr(transport, "close", lambda: None)()
-
-
-def test_resend_brings_a_group_to_its_own_newest_version(rig_of):
-    rig = rig_of(PipeRig, SharedMemWeightSyncScheme, groups=[[0], [1]])
-    assert rig.deliver(Stamped(1), 0) == 1
-    with pytest.raises(ValueError, match="group of worker 1"):
-        rig.sender.resend(1)
-    assert rig.deliver(Stamped(2)) == 2
-    assert rig.deliver(Stamped(3), 1) == 3
-    assert rig.receive_until(Call(rig.sender.resend, 0, timeout=60)) == 2
-    assert rig.stamps() == [2, 3]

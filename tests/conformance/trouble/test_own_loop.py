@@ -1,12 +1,10 @@
 """A worker's own recv() loop: receiver.apply_weights() takes whatever came, and answers."""
 
-
 import pytest
 
 from shmsync.errors import ManifestMismatch
 from support.conformance import own_loop
 from support.conformance.nets import Stamped
-from support.conformance.table import MP, SHM, only
 from support.worker import nothing
 
 FORMS = ["message", "pair", "content"]
@@ -55,15 +53,3 @@ def test_one_receiver_serves_every_model_of_its_pipe(fleet, form):
     second.send(Stamped(2), timeout=60)
     assert end(fleet) == [[], [], []]
     assert (fleet.stamps("policy"), fleet.stamps("env.value_net")) == ([1] * 3, [2] * 3)
-
-
-@only(MP, SHM)
-def test_loop_and_receive_take_turns(fleet):
-    sender = fleet.open()
-    sender.send(Stamped(1))
-    begin(fleet)
-    sender.send(Stamped(2), timeout=60)
-    end(fleet)
-    fleet.release()
-    assert sender.send(Stamped(3), timeout=60) == 3
-    assert fleet.stamps() == [3, 3, 3]

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
-
 import pytest
 
-import shmsync
-from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from support.calls import Call
 from support.conformance import calls_of_senders as calls
 from support.conformance.nets import Stamped
@@ -45,25 +41,3 @@ def test_senders_of_several_models_share_the_pipes_in_several_threads(fleet, sch
     for model_id, call in sending.items():
         assert call.result() == list(range(1, 31))
         assert fleet.stamps(model_id) == [30, 30, 30]
-
-
-class Sends:
-    """In place of the weights: preparing them sends."""
-
-    def prepare_weights(self, weights, model_id, strategy, context=None):
-        with pytest.raises(shmsync.WriterBusy, match="same thread"):
-            self.get_sender().send(Stamped(2))
-        self.refused = True
-        return super().prepare_weights(weights, model_id, strategy, context)
-
-
-@pytest.mark.parametrize("kind", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
-def test_a_send_inside_prepare_weights_is_refused_at_once(kind):
-    ours, theirs = multiprocessing.Pipe()
-    with ours, theirs:
-        scheme = type("Sending", (Sends, kind), {})()
-        scheme.init_on_sender("policy", pipes=[ours])
-        with pytest.raises(shmsync.AckTimeout):
-            scheme.get_sender().send(Stamped(1), timeout=0.1)
-        assert scheme.refused
-        scheme.shutdown()

@@ -15,13 +15,6 @@ class Lookup(Context):
         return self.models[model_id]
 
 
-class Caching(Context):
-    """A context that has weights to register, made before its workers."""
-
-    def get_cached_weights(self, model_id):
-        return self.cached
-
-
 class Stubborn(Exception):
     """Pickles, and fails on the way back."""
 

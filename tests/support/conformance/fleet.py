@@ -55,7 +55,6 @@ class Fleet:
     """
 
     called = False  # weights come in a call of the trainer's, beside what the worker does, and not at its receive()
-
     relayed = False  # weights get to workers in two steps, of which send_async() only begins the first
 
     def __init__(self, entry, crew):

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 import shmsync
 from shmsync.schemes.link.connection import Channel
 from support import holdings
-from support.conformance.contexts import Context, Failing, Lookup, Stubborn
+from support.conformance.contexts import Failing, Lookup, Stubborn
 from support.conformance.nets import Stamped, ask
 
 # ---- a worker's life
@@ -114,13 +114,6 @@ def receive_and_look(state):
     return receive(state, timeout=60), look(state)
 
 
-def ties(state):
-    """Is the weight one tensor still, is the buffer a buffer, and what does it hold?"""
-    net = state.models["policy"]
-    look(state)
-    return net.tied.weight is net.layer.weight, "cache" in dict(net.named_buffers()), net.cache.tolist()
-
-
 def join_with_tensordict(state, scheme):
     """The worker's model is a TensorDict, not a module."""
     state.models["policy"] = TensorDict.from_module(Stamped(0)).data.clone()
@@ -144,17 +137,6 @@ def join_with_context(state, scheme, model_id, make, *args):
     state.models[model_id] = make(*args)
     state.context = Lookup(models=dict(state.models), worker_idx=state.index, **state.given)
     scheme.init_on_worker(model_id, state.context)
-    keep(state, model_id, scheme)
-
-
-def join_without_model(state, scheme, model_id):
-    scheme.init_on_worker(model_id, **state.given)
-    keep(state, model_id, scheme)
-
-
-def lose_context(state, scheme, model_id):
-    """A context that only the receiver could keep."""
-    scheme.init_on_worker(model_id, Context(**state.given))
     keep(state, model_id, scheme)
 
 
@@ -220,14 +202,6 @@ def raw_detach(state):
 def mapping_of_weights(state):
     """(permissions, inode, path) of the pages where the model's weights are."""
     return holdings.mapping_at(state.models["policy"].layer.weight.data_ptr())
-
-
-def identities(state):
-    return [id(tensor) for tensor in (*state.models["policy"].parameters(), *state.models["policy"].buffers())]
-
-
-def weight(state):
-    return float(state.models["policy"].layer.weight.detach()[0, 0])
 
 
 def slow_forward(state):

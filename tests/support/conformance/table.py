@@ -32,7 +32,6 @@ class Ends(NamedTuple):
 
     sender, worker: what init_on_sender() and init_on_worker() get; transport: what create_transport() gets.
     name: of the argument that brings the workers.
-    needed: what the error says when the sender gets nothing.
     connected: what check_connection() says.
     """
 
@@ -40,7 +39,6 @@ class Ends(NamedTuple):
     worker: dict[str, Any]
     transport: Any
     name: str
-    needed: str
     connected: Callable[[], bool] = lambda: True
 
     @property
@@ -51,25 +49,24 @@ class Ends(NamedTuple):
 
 def a_pipe() -> Ends:
     ours, theirs = multiprocessing.Pipe()
-    return Ends({"pipes": [ours]}, {"pipe": theirs}, ours, "pipes", "pipes must be given")
+    return Ends({"pipes": [ours]}, {"pipe": theirs}, ours, "pipes")
 
 
 def an_actor(name: str) -> Ends:
     ray = pytest.importorskip("ray", reason="this entry needs Ray, which shmsync[ray] brings")
     connected = ray.is_initialized if name == "remote_collectors" else lambda: False  # there is no actor
-    return Ends({name: [None]}, {}, None, name, f"{name} must be given", connected)
+    return Ends({name: [None]}, {}, None, name, connected)
 
 
 def an_rpc_worker() -> Ends:
     sender = {"collector_infos": [None], "collector_rrefs": [None], "collector_class": object}
-    needed = "collector_infos must be given"
-    return Ends(sender, {}, (None, None, None), "collector_infos", needed, lambda: False)
+    return Ends(sender, {}, (None, None, None), "collector_infos", lambda: False)
 
 
 def a_rank() -> Ends:
     store = distributed.HashStore()
     sender, worker = {"store": store, "ranks": [1]}, {"store": store, "rank": 1}
-    return Ends(sender, worker, (store, 1), "ranks", "give ranks= or num_workers", lambda: False)
+    return Ends(sender, worker, (store, 1), "ranks", lambda: False)
 
 
 class Entry(NamedTuple):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import time
 
 import pytest
@@ -17,9 +14,8 @@ from shmsync import _native
 from shmsync.schemes.link.connection import Channel
 from shmsync.schemes.link.gather import LinkPoll
 from shmsync.schemes.link.messages import Tag
-from shmsync.schemes.link.sender_end import Link, SenderEnd
+from shmsync.schemes.link.sender_end import Link
 from support.calls import Call
-from support.faults.interrupts import on_alarm
 
 SOON = 5.0  # seconds; far more than anything here takes
 
@@ -97,75 +93,6 @@ def test_the_end_of_the_pipe_is_told_after_the_last_message(pipe):
     assert channel.ended
 
 
-def test_a_channel_never_reads_beyond_a_message(pipe):
-    ours, theirs = pipe
-    for message in ("first", "second", "third"):
-        theirs.send(message)
-    channel = Channel.of(ours)
-    assert read(channel) == ("first",)
-    assert ours.recv() == "second"
-    assert read(channel) == ("third",)
-
-
-def test_a_connection_has_one_channel_and_outlives_no_descriptor(pipe):
-    ours, _ = pipe
-    assert Channel.of(ours) is Channel.of(ours)
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(20):
-        one, other = multiprocessing.Pipe()
-        Channel.of(one).send(b"x")
-        one.close()
-        assert Channel.of(other).closed is False
-        del one, other
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_an_interrupt_anywhere_loses_no_message_and_sends_none_twice(pipe):
-    ours, theirs = pipe
-    sender, receiver = Channel.of(ours), Channel.of(theirs)
-    sent, armed, interrupts = 0, False, 0
-    end = SenderEnd.of(receiver)
-    payloads = [pickle.dumps([number, b"x" * (number * 997 % 60_000)]) for number in range(1000)]
-
-    def interrupt(*_):
-        nonlocal armed, interrupts
-        if armed:
-            armed, interrupts = False, interrupts + 1
-            raise KeyboardInterrupt
-
-    def step():
-        nonlocal sent
-        if sent < len(payloads) and not sender.unsent:
-            number, sent = sent, sent + 1  # an interrupt before the call counts the message as sent
-            sender.send(payloads[number])
-        sender.flush()
-        end.pump()
-
-    with on_alarm(interrupt):
-        signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
-        while sent < len(payloads) or sender.unsent:
-            with contextlib.suppress(KeyboardInterrupt):
-                armed = True
-                step()
-                armed = False
-    step()
-    got = [number for number, _ in receiver.take_pending()]
-    assert interrupts > 10 and sender.idle and receiver.idle
-    assert got == sorted(set(got))
-    assert len(payloads) - len(got) <= interrupts  # those that were never handed over
-
-
-def test_the_default_timeout_of_sockets_changes_no_pipe(pipe):
-    ours, _ = pipe
-    socket.setdefaulttimeout(5)
-    try:
-        Channel.of(ours)
-    finally:
-        socket.setdefaulttimeout(None)
-    assert os.get_blocking(ours.fileno())
-
-
 def test_only_duplex_pipes_will_do():
     reader, writer = multiprocessing.Pipe(duplex=False)
     with reader, writer, pytest.raises(ValueError, match="duplex=True"):
@@ -220,12 +147,3 @@ def test_a_poll_of_links_finds_readable_pipes_and_processes_that_have_ended(pipe
     process.join()
     assert watch.wait([], time.monotonic() + SOON) == [(7, False)]
     assert link.dead
-
-
-def test_a_poll_of_links_does_not_watch_a_pipe_that_has_ended(pipe):
-    ours, theirs = pipe
-    link = Link(ours)
-    theirs.close()
-    assert LinkPoll({7: link}).wait([], time.monotonic() + SOON) == [(7, True)]
-    assert link.take_pending() == [] and link.channel.ended
-    assert LinkPoll({7: link}).wait([], time.monotonic() + SOON) == []  # after a slice, and not at once forever

@@ -8,7 +8,6 @@ from collections import OrderedDict
 import pytest
 import torch
 from tensordict import TensorDict
-from torch import nn
 
 import shmsync
 from shmsync.engine.arena_writer import ArenaWriter
@@ -57,23 +56,13 @@ def send(rig, weights):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("options", [{}, {"slots": 3}, {"dtype": torch.float64}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"slots": 3}], ids=str)
 def test_each_form_arrives_again_and_again(open_rig, found, form, options):
     rig = open_rig(**options, nets=[Stamped(0).to(options.get("dtype")) for _ in range(2)])
     for value in range(1, 6):
         assert send(rig, FORMS[form](value)) == value
         assert rig.stamps() == [value] * 2
     assert (found[-2:] == [4, 5]) == (form in RECOGNISED)
-
-
-def test_forms_may_alternate(open_rig):
-    rig = open_rig()
-    value = 0
-    for _ in range(3):
-        for form in [*FORMS.values(), Stamped]:
-            value += 1
-            send(rig, form(value))
-            assert rig.stamps() == [value] * 2
 
 
 def lacking(weights):
@@ -84,23 +73,11 @@ def extra(weights):
     weights["other"] = torch.zeros(2)
 
 
-def extra_state(weights):
-    weights["layer._extra_state"] = {"steps": 3}
-
-
-def other_shape(weights):
-    weights["layer.weight"] = torch.zeros(3, 3)
-
-
 def other_dtype(weights):
     weights["count"] = torch.zeros(3, dtype=torch.int32)
 
 
-def no_tensor(weights):
-    weights["layer.weight"] = [1.0]
-
-
-@pytest.mark.parametrize("change", [lacking, extra, extra_state, other_shape, other_dtype, no_tensor])
+@pytest.mark.parametrize("change", [lacking, extra, other_dtype])
 def test_one_that_is_not_like_it_is_refused_as_a_first_one_is(open_rig, found, change):
     rig = open_rig()
     for value in (1, 2, 3):
@@ -118,39 +95,6 @@ def test_one_that_is_not_like_it_is_refused_as_a_first_one_is(open_rig, found, c
     assert re.sub(r"arena '[^']*'", "", str(refused.value)) == re.sub(r"arena '[^']*'", "", str(at_first.value))
     assert rig.stamps() == [3] * 2
     assert send(rig, FORMS["dict"](4)) == 4
-    assert rig.stamps() == [4] * 2
-
-
-class Odd(nn.Module):
-    """A state_dict() of it has its buffer where that of others has extra state."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("_extra_state", torch.zeros(3))
-
-    def forward(self):
-        return float(self._extra_state.min()), float(self._extra_state.max())
-
-
-def test_a_dict_is_not_known_by_a_tensordict(open_rig):
-    """In a dict this key is extra state, which no arena carries."""
-    rig = open_rig(nets=[Odd(), Odd()])
-    for value in (1.0, 2.0, 3.0):
-        send(rig, TensorDict({"_extra_state": torch.full((3,), value)}))
-    with pytest.raises(shmsync.ManifestMismatch, match="extra state"):
-        send(rig, {"_extra_state": torch.full((3,), 4.0)})
-    assert rig.stamps() == [3.0] * 2
-
-
-def test_one_that_lies_in_the_arena_is_refused(open_rig):
-    rig = open_rig(slots=2)
-    for value in (1, 2):
-        send(rig, tensordict(value))
-    weights = tensordict(3)
-    weights["layer", "weight"] = rig.scheme.policy_weights["policy"]["layer", "weight"]
-    with pytest.raises(shmsync.ManifestMismatch, match="lies inside arena"):
-        send(rig, weights)
-    send(rig, tensordict(4))
     assert rig.stamps() == [4] * 2
 
 

@@ -7,14 +7,12 @@ import os
 import secrets
 import select
 import socket
-from types import SimpleNamespace
 
 import pytest
 
 from shmsync.schemes.link import proved
 from shmsync.schemes.link.proved import NONCE, PROOF, Dial, Listener, connection_of, proof
 from support.calls import forked_child
-from support.descriptors import exhaust, replenish
 from support.processes import until
 
 HOST = "127.0.0.1"
@@ -114,74 +112,6 @@ def test_a_stranger_is_disconnected(listener, sent, monkeypatch):
     connection = stranger(listener, sent)
     until_ended(listener, connection)
     connection.close()
-
-
-def test_many_strangers_keep_nobody_out_for_long(listener, monkeypatch):
-    monkeypatch.setattr(proved, "_PATIENCE", 0.2)
-    strangers = [stranger(listener) for _ in range(40)]
-    until(lambda: not admit(listener) and len(listener._strangers) >= 40)
-    strangers += [stranger(listener) for _ in range(40)]
-    until_ended(listener, strangers[0])
-    for each in connect(listener):
-        each.close()
-    for each in strangers:
-        each.close()
-
-
-def test_more_diallers_than_a_listener_takes_at_a_time_wait(listener):
-    dials = [dial(listener) for _ in range(proved._STRANGERS + 10)]
-    assert admit(listener) == []  # none has proved anything yet
-    admitted, connected = [], []
-
-    def all_in():
-        admitted.extend(admit(listener))
-        for each in list(dials):
-            if (connection := each.advance()) is not None:
-                connected.append(connection)
-                dials.remove(each)
-        return not dials
-
-    until(all_in)
-    assert len(admitted) == len(connected) == proved._STRANGERS + 10
-    for each in (*admitted, *connected):
-        each.close()
-
-
-def test_a_port_without_a_process_refuses():
-    with socket.create_server((HOST, 0)) as closed:
-        port = closed.getsockname()[1]
-    made = Dial(HOST, port, SECRET)
-    with pytest.raises(ConnectionRefusedError):
-        until(made.advance)
-
-
-def test_without_a_descriptor_nobody_is_refused(listener):
-    made, state, theirs = dial(listener), SimpleNamespace(), []
-    exhaust(state)
-    try:
-        assert admit(listener) == []
-        assert made.advance() is None
-        with pytest.raises(OSError, match="open files"):
-            dial(listener)
-    finally:
-        replenish(state)
-    until(lambda: theirs.extend(admit(listener)) or theirs)
-    ours = []
-    until(lambda: ours.extend(each for each in [made.advance()] if each) or ours)
-    for each in (*ours, *theirs):
-        each.close()
-
-
-def test_without_a_descriptor_the_others_are_served_without_a_wait(listener, monkeypatch):
-    state = SimpleNamespace()
-    poller = select.poll()
-    listener.register(poller)
-    monkeypatch.setattr(proved.time, "sleep", lambda _: pytest.fail("no connection has come"))
-    exhaust(state)
-    try:
-        assert listener.admit(dict(poller.poll(0))) == []
-    finally:
-        replenish(state)
 
 
 @pytest.mark.parametrize("closing", ["the dialler", "the listener"])

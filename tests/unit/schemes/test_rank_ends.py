@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import threading
 import time
 from itertools import permutations
 
@@ -12,18 +11,12 @@ import pytest
 import torch
 from torch.distributed import FileStore, HashStore
 
-from shmsync import ForkedHandle, ProtocolError
-from shmsync.engine.source.strategy import WeightStrategy
-from shmsync.schemes.link.proved import PROOF
-from shmsync.schemes.remote.distributed import rank_inbox
-from shmsync.schemes.remote.distributed.rank_address import thread_of, write_address
 from shmsync.schemes.remote.distributed.rank_inbox import Inbox
 from shmsync.schemes.remote.distributed.rank_messages import RankAnswer, RankMessage
 from shmsync.schemes.remote.distributed.rank_sender import RankEnd, wait_for
-from shmsync.schemes.remote.location import Address, here
+from shmsync.schemes.remote.location import here
 from shmsync.schemes.remote.packed_weights import Packer
 from shmsync.schemes.remote.remote_requests import Failed, Gone
-from support.calls import Call, forked_child
 from support.processes import until
 from support.remote import ranks
 
@@ -145,38 +138,6 @@ def test_a_late_answer_takes_nothing_from_the_next_one(ends):
     assert finish(call) is None
 
 
-def test_a_message_is_given_again_until_it_is_answered(ends):
-    inbox, end = ends.worker(), ends.sender()
-    call = posted(end)
-    received = take(inbox)
-    assert take(inbox) is received
-    assert take(inbox, 0.0, after=received) is None
-    inbox.answer(received)
-    assert finish(call) is None
-
-
-def test_a_message_that_one_thread_answers_is_not_given_to_another(ends):
-    inbox, end = ends.worker(), ends.sender()
-    call = posted(end)
-
-    def receive(seconds):
-        return inbox.receive_weights(time.monotonic() + seconds, (), WeightStrategy())
-
-    assert receive(SOON)[0] == "policy"
-    (channel,) = inbox._keeper.door.senders.values()
-    send, others = channel.send, []
-
-    def send_while_another_receives(payload):
-        others.append(Call(receive, 0.0))
-        time.sleep(0.2)  # it asks for the next one meanwhile
-        send(payload)
-
-    channel.send = send_while_another_receives
-    inbox.acknowledge("updated")
-    assert others.pop().result() is None
-    assert finish(call) is None
-
-
 def test_words_are_kept_in_order_and_answer_no_message(ends):
     inbox, end = ends.worker(), ends.sender()
     inbox.acknowledge("before anybody came")
@@ -190,59 +151,6 @@ def test_words_are_kept_in_order_and_answer_no_message(ends):
     assert not end.wait_word("none is left").finished()
 
 
-def executors():
-    return [each for each in threading.enumerate() if each.name == "shmsync executor"]
-
-
-def test_a_step_that_a_closed_end_has_left_behind_starts_no_thread(ends):
-    before = len(executors())
-    end, go_on = ends.sender(), threading.Event()
-    thread_of(ends.store).give(lambda: (go_on.wait(), end.wait_word("none")))  # a late step
-    end.close()
-    go_on.set()
-    until(lambda: len(executors()) == before)
-    end.wait_word("none")
-    assert len(executors()) == before
-    again = ends.sender()  # the next user starts it again
-    assert thread_of(ends.store).give(lambda: 7).done_by(time.monotonic() + SOON)
-    again.close()
-    until(lambda: len(executors()) == before)
-
-
-def test_an_end_that_is_closed_while_it_writes_its_address_leaves_no_thread_and_no_door(ends, monkeypatch):
-    before, writing, go_on = len(executors()), threading.Event(), threading.Event()
-
-    def slow(*arguments):
-        write_address(*arguments)
-        writing.set()
-        go_on.wait()
-
-    monkeypatch.setattr(rank_inbox, "write_address", slow)
-    inbox = Inbox(ends.store, 1)
-    call = Call(inbox.introduce)
-    writing.wait()
-    inbox.close()
-    go_on.set()
-    with pytest.raises(ProtocolError, match="closed while it wrote its address"):
-        call.result()
-    until(lambda: len(executors()) == before)
-    with pytest.raises(Gone):  # nothing listens at the address any more
-        finish(post(ends.sender()))
-
-
-def test_a_forked_child_has_a_thread_of_its_own_and_frees_its_parents_end(ends):
-    end = ends.sender()
-    with thread_of(ends.store)._starting:  # as another thread may have, at a fork
-
-        def in_child():
-            end.close()
-            mine = thread_of(ends.store)
-            assert mine.give(lambda: None).done_by(time.monotonic() + SOON)
-
-        pid = forked_child(in_child)
-    assert os.waitpid(pid, 0)[1] == 0
-
-
 def test_what_a_sender_had_sent_before_its_farewell_is_dropped(ends):
     inbox, first, second = ends.worker(), ends.sender(), ends.sender()
     lost = posted(first, 1)
@@ -251,17 +159,6 @@ def test_what_a_sender_had_sent_before_its_farewell_is_dropped(ends):
     with pytest.raises(Gone, match="closed"):
         lost.result()
     exchange(inbox, second, 2)
-
-
-def test_the_end_of_a_relay_is_not_dropped_by_a_farewell(ends, monkeypatch):
-    noted = []
-    monkeypatch.setattr(rank_inbox, "close_here", lambda session, *, ended: noted.append((session, ended)))
-    inbox, end = ends.worker(), ends.sender()
-    posted(end)
-    end.close_relay("a session", ended=True)
-    end.close()
-    assert take(inbox, 0.2) is None
-    assert noted == [("a session", True)]
 
 
 def test_a_proved_sender_that_sends_no_messages_is_disconnected_and_harms_nobody(ends):
@@ -292,18 +189,6 @@ def test_a_worker_that_sends_no_answers_is_gone_and_may_come_back(ends, garbage)
     assert not caught.value.final
 
 
-def test_a_worker_with_a_new_address_is_found_again(ends):
-    old, end = ends.worker(), ends.sender()
-    call = posted(end)
-    take(old)
-    new = ends.worker()
-    old.close()
-    with pytest.raises(Gone) as caught:  # whether it was applied is not known
-        finish(call)
-    assert not caught.value.final
-    exchange(new, end, 2)
-
-
 def test_a_worker_that_has_closed_its_end_is_gone_for_good(ends):
     inbox, end = ends.worker(), ends.sender()
     call = posted(end)
@@ -314,20 +199,6 @@ def test_a_worker_that_has_closed_its_end_is_gone_for_good(ends):
     for later in (post(end), end.ask_location(), end.wait_word("done")):
         with pytest.raises(Gone):
             finish(later)
-
-
-def test_a_forked_child_is_told_whose_connection_it_is(ends):
-    inbox, end = ends.worker(), ends.sender()
-    call = posted(end)
-
-    def in_child():
-        with pytest.raises(ForkedHandle):
-            post(end)
-
-    child = forked_child(in_child)
-    assert os.waitpid(child, 0)[1] == 0
-    inbox.answer(take(inbox))
-    assert finish(call) is None  # the parent's is as it was
 
 
 @pytest.fixture
@@ -355,34 +226,3 @@ def test_a_killed_worker_is_gone(process, when):
     with pytest.raises(Gone, match=f"pid {worker.pid} ") as caught:
         finish(call)
     assert caught.value.final
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["never reached", "reached before"])
-def test_a_stopped_worker_is_late_and_answers_when_it_goes_on(process, first):
-    end, worker = process
-    if not first:
-        assert finish(post(end)) is None
-    worker.stop()
-    call = post(end)
-    wait_for([call], 0.3)
-    assert not call.finished() and end.fall is None
-    worker.resume()
-    assert finish(call) is None
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"{}", b"\xff\xfe", b'["127.0.0.1", 5]', b"[" * 9999, b'["a name", 5, "00", ["n", "b", 1, 2, 3]]'],
-    ids=lambda content: repr(content[:20]),
-)
-def test_what_no_worker_wrote_into_the_store_is_refused(ends, content):
-    ends.store.set("NODE_1_address", content)
-    with pytest.raises(ProtocolError, match="which no worker of this scheme wrote"):
-        finish(post(ends.sender()))
-
-
-def test_a_loopback_address_of_another_machine_is_refused_and_not_dialled(ends):
-    location = here()._replace(boot_id="0" * 32)
-    write_address(ends.store, 1, Address("127.0.0.1", 9, bytes(PROOF), location))
-    with pytest.raises(ProtocolError, match=r"127\.0\.0\.1 .*no other machine reaches"):
-        finish(post(ends.sender()))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 import threading
 import time
-import typing
 import weakref
 
 import pytest
@@ -15,25 +13,13 @@ import torch
 from torch import nn
 
 import shmsync
-from shmsync import DistributedWeightSyncScheme, RayModuleTransformScheme, RayWeightSyncScheme, RPCWeightSyncScheme
 from shmsync.engine.outcome import Failure
 from shmsync.schemes.link.serial_executor import SerialExecutor
 from shmsync.schemes.remote import packed_weights as packed_weights_module
-from shmsync.schemes.remote.packed_weights import Packer, Stamp, allow_views, unpack
-from shmsync.schemes.remote.relay import Relay, RelayOptions, close_here, publish_here
+from shmsync.schemes.remote.packed_weights import Packer, allow_views, unpack
+from shmsync.schemes.remote.relay import RelayOptions, close_here, publish_here
 
 OPTIONS = RelayOptions(1, 5.0)
-
-
-class Weights(dict):
-    """A state_dict that can be referred to weakly."""
-
-
-@pytest.fixture
-def relay():
-    made = Relay(OPTIONS)
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -50,51 +36,6 @@ def packed_weights():
     yield make
     for packer in packers.values():
         close_here(packer.session, ended=True)
-
-
-def test_weights_without_room_for_shared_memory_go_in_the_call_and_the_log_says_so_once(monkeypatch, caplog):
-    def refuse(size):
-        raise shmsync.NoSpace(f"{size} bytes are needed")
-
-    monkeypatch.setattr(packed_weights_module, "Reusable", refuse)
-    packer = Packer(shared_from=1)
-    kept = [packer.pack({"w": torch.full((8,), float(version))}, "policy", version) for version in (1, 2)]
-    assert [(packed.memory, packed.pieces[0].view(torch.float32).tolist()) for packed in kept] == [
-        (None, [float(version)] * 8) for version in (1, 2)
-    ]
-    (said,) = caplog.messages
-    assert "they go by slower means" in said and "bytes are needed" in said
-
-
-def test_a_relay_does_not_keep_the_weights_that_it_has_published(relay):
-    for version in (1, 2):
-        weights = Weights(weight=torch.ones(3))
-        gone = weakref.ref(weights)
-        relay.publish_as(Stamp("session", "policy", version), weights, 1e9)
-        del weights
-        gc.collect()
-        assert gone() is None
-
-
-def test_a_receiver_that_was_shut_down_attaches_to_no_arena_again(relay):
-    scheme, model = RPCWeightSyncScheme(), nn.Linear(2, 2)
-    scheme.init_on_worker("policy", model=model)
-    receiver = scheme.get_receiver()
-    first, late = (
-        relay.publish_as(Stamp("session", "policy", version), nn.Linear(2, 2).state_dict(), 1e9) for version in (1, 2)
-    )
-    receiver.apply_weights(first)
-    scheme.shutdown()
-    with pytest.raises(shmsync.ClosedError, match="shut down"):
-        receiver.apply_weights(late)
-    assert receiver.subscriptions.get("policy") is None
-
-
-def test_a_relay_that_was_only_moved_may_come_back(packed_weights):
-    stamp = publish_here(OPTIONS, packed_weights("first", 1)).stamp
-    assert stamp.version == 1
-    close_here(stamp.session, ended=False)
-    assert publish_here(OPTIONS, packed_weights("first", 2)).stamp.version == 2
 
 
 def test_a_late_message_of_a_sender_that_has_ended_harms_no_other(packed_weights):
@@ -115,22 +56,6 @@ def test_the_end_of_a_worker_is_an_error_in_its_sender_and_not_its_end(end):
     assert type(failure.exception()) is RuntimeError
     assert type(end).__name__ in str(failure.exception())
     assert "test_remote" in failure.trace
-
-
-class Context:
-    collector_infos = collector_rrefs = ()
-    collector_class = object
-
-
-def test_a_list_that_is_passed_wins_over_the_contexts_and_is_read_at_each_send():
-    context, given, scheme = Context(), [None], RPCWeightSyncScheme()
-    scheme.init_on_sender("policy", context, collector_infos=given, collector_rrefs=given, model=nn.Linear(2, 2))
-    sender = scheme.get_sender()
-    sender.send()
-    assert sender.worker_ids == [0]
-    given.append(None)
-    sender.send()
-    assert sender.worker_ids == [0, 1]
 
 
 def test_a_clerk_does_one_task_after_the_other_and_gives_futures():
@@ -156,21 +81,6 @@ executor.close()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd="/")
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
-
-
-@pytest.mark.parametrize(
-    "scheme", [RPCWeightSyncScheme, RayWeightSyncScheme, RayModuleTransformScheme, DistributedWeightSyncScheme]
-)
-def test_the_types_of_a_constructors_options_can_be_looked_up(scheme):
-    hints = typing.get_type_hints(scheme.__init__)
-    assert {hints["slots"], hints["timeout"], hints["partial"]} == {int, float | None, bool}
-    assert "dtype" in hints
-
-
-def test_a_receiver_of_a_rank_has_no_messages_of_another_kind():
-    with DistributedWeightSyncScheme() as scheme:
-        scheme.init_on_worker("policy", model=nn.Linear(2, 2), store=torch.distributed.HashStore(), rank=1)
-        assert scheme.get_receiver().pending() == []
 
 
 @pytest.mark.parametrize("reads", [None, "another", "policy", "all"])

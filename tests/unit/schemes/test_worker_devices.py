@@ -1,15 +1,13 @@
 """device= of the schemes: one for all workers, or a list with one for each; each device has one arena, and one copy."""
 
 import multiprocessing
-import pickle
 
 import pytest
 import torch
 
 from shmsync.errors import ManifestMismatch
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
-from shmsync.schemes.arenas.worker_devices import WorkerDevices
-from support.conformance.nets import Stamped, ask, stamp
+from support.conformance.nets import Stamped, stamp
 from support.conformance.rigs import PipeRig
 from support.devices.simulated import Simulated, installed
 from support.processes import segments
@@ -58,15 +56,6 @@ def test_each_device_has_one_arena_for_all_its_workers(two, team, slots, source)
     assert len(set(segments()) - before) == 3
 
 
-def test_one_copy_of_each_version_goes_to_each_device(two, team):
-    places = ["simulated:0"] * 3 + ["simulated:1"] * 2
-    made = team(SharedMemWeightSyncScheme, places, device=places)
-    made.deliver(Stamped(1))
-    before = {name: device.copies for name, device in two.items()}
-    made.deliver(Stamped(2))
-    assert {name: device.copies - before[name] for name, device in two.items()} == dict.fromkeys(two, 1)
-
-
 def test_devices_and_groups_go_together(two, team):
     places = ["simulated:0", None, "simulated:0"]
     made = team(SharedMemWeightSyncScheme, places, device=places, groups=[[0, 1], [2]])
@@ -75,14 +64,6 @@ def test_devices_and_groups_go_together(two, team):
     made.deliver(Stamped(3), [1])  # alone on its device
     assert made.stamps() == [1, 3, 2]
     assert places_of(made) == ["simulated:0", "cpu", "simulated:0"]
-
-
-def test_a_device_that_all_share_is_said_once_or_for_each(two, team):
-    made = team(SharedMemWeightSyncScheme, [None, None], device=("simulated:0", "simulated:0"))
-    made.deliver(Stamped(1))
-    with pytest.raises(ValueError, match="share one arena"):
-        made.deliver(Stamped(2), [0])
-    assert made.stamps() == [1, 1]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -120,38 +101,6 @@ def test_a_device_where_no_weights_can_lie_is_refused(two, scheme, given, error,
         scheme(device=given)
 
 
-def test_a_worker_need_not_see_the_devices_of_the_others(two):
-    scheme = SharedMemWeightSyncScheme(device=["simulated:0", None])
-    pickled, pipes = pickle.dumps(scheme), [multiprocessing.Pipe() for _ in range(2)]
-    scheme.init_on_sender("policy", pipes=[ours for ours, _ in pipes])
-    scheme.get_sender().send_async(Stamped(1))
-    with installed():
-        net, in_worker = Stamped(0), pickle.loads(pickled)
-        in_worker.init_on_worker("policy", pipe=pipes[1][1], worker_idx=1, model=net)
-        assert in_worker.get_receiver().receive(60)
-        assert ask(net) == 1
-        in_worker.shutdown()
-        with pytest.raises(ValueError, match="cannot lie on 'simulated:0'"):
-            SharedMemWeightSyncScheme(device=["simulated:0", None])
-
-
-def test_devices_said_where_the_workers_are_known(two, team):
-    given = {"device": [None, "simulated:1"]}
-    made = team(SharedMemWeightSyncScheme, [None, "simulated:1"], given=given)
-    made.deliver(Stamped(1))
-    assert places_of(made) == ["cpu", "simulated:1"]
-    late = team(SharedMemWeightSyncScheme, [None])
-    late.deliver(Stamped(1))
-    with pytest.raises(ValueError, match=r"device='simulated:0' comes too late: the weights of policy lie"):
-        late.scheme.init_on_sender("policy", pipes=late.pipes[::2], device="simulated:0")
-    late.deliver(Stamped(2))
-    assert (late.stamps(), places_of(late)) == ([2], ["cpu"])
-    contrary = SharedMemWeightSyncScheme(device="simulated:0")
-    with pytest.raises(ValueError, match=r"device='simulated:0', but its workers are on .*'simulated:1'"):
-        contrary.init_on_sender("policy", pipes=made.pipes[::2], **given)
-    contrary.shutdown()
-
-
 def test_weights_that_travel_come_from_any_device_in_order(two, team):
     device = two["simulated:0"]
     made = team(MultiProcessWeightSyncScheme, [None, None], device=[None, "cpu"])
@@ -172,9 +121,3 @@ def test_a_worker_whose_module_lies_elsewhere_is_refused_before_it_receives(two,
         scheme.init_on_worker("policy", pipe=theirs, model=Stamped(0), worker_idx=0)
         with pytest.raises(ManifestMismatch, match=r"layer\.weight lies on cpu, but .* device='simulated:1'"):
             scheme.init_on_worker("policy", pipe=theirs, model=Stamped(0), worker_idx=1)
-
-
-def test_names_are_said_once(two):
-    assert WorkerDevices(["simulated:0", None, torch.device("cpu"), "simulated:0"]).distinct == ["simulated:0", "cpu"]
-    assert WorkerDevices("cpu") == WorkerDevices(torch.device("cpu")) != WorkerDevices(None)
-    assert WorkerDevices([]).workers == 0
