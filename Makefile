@@ -8,7 +8,7 @@ SOURCES := $(shell find shmsync native/include native/src native/bind native/CMa
 # Compiled tests are kept, whatever the environment says: else each process of a test run compiles them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-device test-failpoints test-gpu test-torchrl-0.13 test-upstream planted-faults zoo storm fuzz lint types native-test sanitize model litmus bench wheel docs clean
+.PHONY: demo test test-all test-device test-failpoints test-gpu test-torchrl-0.13 test-upstream planted-faults storm fuzz lint types native-test sanitize model litmus bench wheel docs clean
 
 demo: $(STAMP)
 	$(BIN)/shmsync demo $(ARGS)
@@ -50,11 +50,6 @@ test-device: $(STAMP)
 # What needs NVIDIA GPUs, and over a stand-in what does not; a machine without one skips the former and says why.
 test-gpu: $(STAMP)
 	$(PYTEST) -rs -m '' $(abspath tests/gpu) $(abspath tests/unit/memory/cuda) $(ARGS)
-
-# The zoo: every way to use a bound module, ROUNDS draws of each.
-ROUNDS ?= 10
-zoo: $(STAMP)
-	export ZOO_ROUNDS=$(ROUNDS) && $(PYTEST) -n $(JOBS) -m '' $(abspath tests/zoo) $(ARGS)
 
 # A storm of troubles over one scheme or collector. SEED repeats the events of a storm.
 SECONDS ?= 600

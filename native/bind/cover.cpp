@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -16,16 +16,16 @@ using namespace nb::literals;
 namespace shmsync::bind {
 namespace {
 
-// What the guards of a bound module share: the readers whose sections cover each of its calls. A module that is bound
-// to two arenas has two. Python's half decides what is rare (see shmsync/engine/bind/read_guard.py).
+// What the guards of a bound module share: the reader whose sections cover each of its calls. Python's half decides
+// what is rare (see shmsync/engine/bind/read_guard.py).
 //
-// INV: `thread_` is set only by a thread that is in sections of all readers.
+// INV: `thread_` is set only by a thread that is in a section of the reader.
 class Cover {
  public:
-  void set_readers(nb::list readers, bool plain, bool clones) {
-    std::vector<Covered> next;
-    for (nb::handle reader : readers) next.push_back({nb::borrow(reader), nb::cast<Reader*>(reader)});
-    readers_ = std::make_shared<const std::vector<Covered>>(std::move(next));
+  // None: calls are covered by nothing from now on.
+  void set_reader(nb::object reader, bool plain, bool clones) {
+    reader_ = reader.is_none() ? nullptr : nb::cast<Reader*>(reader);
+    std::swap(owner_, reader);  // the old one goes when this returns
     plain_ = plain;
     clones_ = clones;
     ++generation_;
@@ -39,24 +39,24 @@ class Cover {
     inners_ = std::move(inners);
   }
 
-  // inner(*args, **kwargs) in one section of each reader. kwargs may be null.
+  // inner(*args, **kwargs) in one section. kwargs may be null.
   nb::object run(nb::handle self, nb::handle inner, nb::handle args, nb::handle kwargs) {
-    if (readers_->empty()) return call(inner, args, kwargs);
+    if (reader_ == nullptr) return call(inner, args, kwargs);
     if (inside()) {
-      for (const Covered& each : *readers_) each.reader->check();
+      reader_->check();
       const Running running(*this, inner);
       return call(inner, args, kwargs);  // the outermost call looks at what comes out
     }
     if (!plain_)
       return call_method(self, "_repeat", inner, args, kwargs.is_valid() ? nb::borrow(kwargs) : nb::object(nb::dict()));
     if (!gradients_checked && grad_enabled()) call_method(self, "_look");
-    if (model_lock_ == nullptr) return in_sections(self, inner, args, kwargs);
+    if (model_lock_ == nullptr) return in_section(self, inner, args, kwargs);
     const auto [held, flown] = owners_;  // the cover may get others meanwhile
     ModelLock& model_lock = *model_lock_;
     model_lock.enter();
     nb::object out;
     try {
-      out = readers_->empty() ? call(inner, args, kwargs) : in_sections(self, inner, args, kwargs);
+      out = in_section(self, inner, args, kwargs);
     } catch (...) {
       model_lock.leave(held);
       throw;
@@ -65,11 +65,11 @@ class Cover {
     return out;
   }
 
-  // Run inner inside sections that the caller has entered.
+  // Run inner inside a section that the caller has entered.
   nb::object run_inside(nb::handle self, nb::handle inner, nb::handle args, nb::handle kwargs) {
     const Mark mark(*this);
     const Running running(*this, inner);
-    return finished(self, called(self, inner, args, kwargs), args, kwargs);
+    return finished(self, call(inner, args, kwargs), args, kwargs);
   }
 
   // What the innermost guard of this thread calls; None outside of a call.
@@ -77,14 +77,7 @@ class Cover {
 
   bool inside() const { return thread_.load(std::memory_order_relaxed) == this_thread(); }
 
-  bool aliases(nb::handle tensor) const { return lies(tensor) == WeightsMemory::Lies::inside; }
-
-  WeightsMemory::Lies lies(nb::handle tensor) const {
-    for (const Covered& each : *readers_)
-      if (const WeightsMemory::Lies found = each.reader->memory.lies(tensor); found != WeightsMemory::Lies::apart)
-        return found;
-    return WeightsMemory::Lies::apart;
-  }
+  bool aliases(nb::handle tensor) const { return reader_ != nullptr && reader_->memory.aliases(tensor); }
 
   static nb::object call(nb::handle inner, nb::handle args, nb::handle kwargs) {
     PyObject* result = in_python([&] { return PyObject_Call(inner.ptr(), args.ptr(), kwargs.ptr()); });
@@ -95,14 +88,9 @@ class Cover {
   bool gradients_checked = false;
 
  private:
-  struct Covered {
-    nb::object owner;
-    Reader* reader;
-  };
-  using Readers = std::shared_ptr<const std::vector<Covered>>;
-
-  nb::object in_sections(nb::handle self, nb::handle inner, nb::handle args, nb::handle kwargs) {
+  nb::object in_section(nb::handle self, nb::handle inner, nb::handle args, nb::handle kwargs) {
     for (;;) {
+      if (reader_ == nullptr) return call(inner, args, kwargs);
       const std::uint64_t generation = generation_;
       Entered entered(*this);
       if (generation != generation_) continue;  // bound elsewhere while this thread waited
@@ -113,20 +101,10 @@ class Cover {
       nb::object out;
       {
         const Running running(*this, inner);
-        out = finished(self, called(self, inner, args, kwargs), args, kwargs);
+        out = finished(self, call(inner, args, kwargs), args, kwargs);
       }
       entered.leave();
       return out;
-    }
-  }
-
-  // As call(); an error does not leave the sections with views of the weights.
-  nb::object called(nb::handle self, nb::handle inner, nb::handle args, nb::handle kwargs) {
-    try {
-      return call(inner, args, kwargs);
-    } catch (nb::python_error& error) {
-      if (clones_) call_method(self, "_failed", error.value());
-      throw;
     }
   }
 
@@ -135,18 +113,13 @@ class Cover {
   }
 
   nb::object finished(nb::handle self, nb::object out, nb::handle args, nb::handle kwargs) {
-    if (out.type().is(tensor_type()) && clones_) {
-      const WeightsMemory::Lies found = lies(out);
-      if (found == WeightsMemory::Lies::inside) return nb::object(out.attr("clone")());
-      if (found == WeightsMemory::Lies::apart) return out;
-    } else if (stays(out, 8)) {
-      return out;
-    }
+    if (out.type().is(tensor_type()) && clones_) return aliases(out) ? nb::object(out.attr("clone")()) : out;
+    if (stays(out, 8)) return out;
     return kwargs.is_valid() ? call_method(self, "_finish", out, args, kwargs)
                              : call_method(self, "_finish", out, args);
   }
 
-  // May it leave the sections as it is? True only for what is surely so: values, tensors that lie elsewhere, and
+  // May it leave the section as it is? True only for what is surely so: values, tensors that lie elsewhere, and
   // tuples, lists, dicts and TensorDicts of them, so many levels deep. Python's half handles everything else.
   bool stays(nb::handle out, int levels) const {
     PyObject* it = out.ptr();
@@ -154,7 +127,7 @@ class Cover {
         PyUnicode_CheckExact(it))
       return true;
     const nb::handle type = out.type();
-    if (type.is(tensor_type())) return !clones_ || lies(out) == WeightsMemory::Lies::apart;
+    if (type.is(tensor_type())) return !clones_ || !aliases(out);
     if (levels == 0) return false;
     nb::object inside;  // a private list: another thread may change the original
     if (PyTuple_CheckExact(it) || PyList_CheckExact(it)) {
@@ -213,7 +186,7 @@ class Cover {
       cover.thread_.store(this_thread(), std::memory_order_relaxed);
     }
     ~Mark() {
-      // After the cover got other readers, another thread may be in their sections, and this mark is that thread's.
+      // After the cover got another reader, another thread may be in its section, and this mark is that thread's.
       if (!nested && cover.inside()) cover.thread_.store(nullptr, std::memory_order_relaxed);
     }
     Cover& cover;
@@ -227,48 +200,33 @@ class Cover {
     PyObject* const before;
   };
 
-  // Sections of all readers, entered in their order and left in the opposite one.
+  // One section of the reader.
   struct Entered {
-    explicit Entered(Cover& cover) : readers(cover.readers_) {
-      try {
-        for (; count < readers->size(); ++count)
-          (*readers)[count].reader->enter((*readers)[count].owner, nb::none(), nb::none());
-        mark.emplace(cover);
-      } catch (...) {
-        leave_quietly();
-        throw;
-      }
-    }
-    ~Entered() { leave_quietly(); }
-    // All of them; then it throws what the first one that failed has raised.
-    void leave() {
-      mark.reset();
-      std::optional<nb::python_error> first;
-      while (count > 0) {
-        const Covered& each = (*readers)[--count];
-        try {
-          each.reader->leave(each.owner);
-        } catch (nb::python_error& error) {
-          if (!first) first.emplace(error);
-        }
-      }
-      if (first) throw *first;
+    explicit Entered(Cover& cover) : owner(cover.owner_), reader(cover.reader_) {
+      reader->enter(owner, nb::none(), nb::none());
+      mark.emplace(cover);
     }
     // For an error that is on its way already.
-    void leave_quietly() noexcept {
+    ~Entered() {
+      if (!mark) return;
       try {
         leave();
       } catch (nb::python_error& error) {
         error.discard_as_unraisable("leaving the read section of a guarded call");
       }
     }
-    const Readers readers;  // the cover may get others meanwhile
-    std::size_t count = 0;
+    void leave() {
+      mark.reset();
+      reader->leave(owner);
+    }
+    const nb::object owner;  // the cover may get another one meanwhile
+    Reader* const reader;
     std::optional<Mark> mark;
   };
 
-  Readers readers_ = std::make_shared<const std::vector<Covered>>();
-  bool plain_ = true;   // no section of theirs has to be repeated
+  nb::object owner_ = nb::none();  // of reader_
+  Reader* reader_ = nullptr;       // null: no section covers the calls
+  bool plain_ = true;   // no section of it has to be repeated
   bool clones_ = true;  // outputs that are views of the weights are cloned
   std::uint64_t generation_ = 0;
   std::atomic<const void*> thread_{nullptr};
@@ -282,31 +240,13 @@ class Cover {
 // The native half of a guard: an object that is called in place of a method.
 struct NativeGuard {
   nb::object inner, cover;
-  bool generates = false;  // inner makes a generator, which does nothing before its first step
-  bool asks = false;       // is this the only place that can see torch.jit trace the call?
 };
-
-// Is some tool at work, perhaps in another thread, that may record this call? Cover._traced() looks closer.
-bool traced(bool asks) {
-  static const nb::handle of_fx =
-      nb::object(nb::module_::import_("torch.fx._symbolic_trace").attr("__dict__")).release();
-  static const nb::handle name = nb::steal(PyUnicode_InternFromString("_is_fx_tracing_flag")).release();
-  static const nb::handle of_jit = nb::object(nb::module_::import_("torch").attr("_C").attr("_is_tracing")).release();
-  if (PyDict_GetItem(of_fx.ptr(), name.ptr()) == Py_True) return true;
-  return asks && of_jit().is(Py_True);
-}
 
 PyObject* guard_call(PyObject* self, PyObject* args, PyObject* kwargs) {
   auto& guard = *nb::inst_ptr<NativeGuard>(self);
   try {
     const nb::object cover = guard.cover, inner = guard.inner;  // a call below may set others
-    Cover& native = *nb::inst_ptr<Cover>(cover);
-    if (!native.inside() && traced(guard.asks)) call_method(cover, "_traced");
-    if (guard.generates && !native.inside()) {
-      nb::object generator = Cover::call(inner, args, kwargs);
-      return call_method(cover, "_held", generator).release().ptr();
-    }
-    return native.run(cover, inner, args, kwargs).release().ptr();
+    return nb::inst_ptr<Cover>(cover)->run(cover, inner, args, kwargs).release().ptr();
   } catch (nb::python_error& error) {
     error.restore();
   }
@@ -355,8 +295,8 @@ void bind_cover(nb::module_& m) {
 
   nb::class_<Cover>(m, "Cover", "The sections that cover each call of a bound module.", nb::is_weak_referenceable())
       .def(nb::init<>())
-      .def("set_readers", &Cover::set_readers, "readers"_a, "plain"_a, "clones"_a,
-           nb::sig("def set_readers(self, readers: list, plain: bool, clones: bool) -> None"))
+      .def("set_reader", &Cover::set_reader, "reader"_a.none(), "plain"_a, "clones"_a,
+           nb::sig("def set_reader(self, reader: Reader | None, plain: bool, clones: bool) -> None"))
       .def("set_model_lock", &Cover::set_model_lock, "model_lock"_a, "flight"_a, "inners"_a,
            nb::sig("def set_model_lock(self, model_lock: ModelLock, flight: Flight, inners: list[int]) -> None"))
       .def(
@@ -366,7 +306,7 @@ void bind_cover(nb::module_& m) {
           },
           "inner"_a, "args"_a, "kwargs"_a,
           nb::sig("def run(self, inner: typing.Any, args: tuple, kwargs: dict) -> typing.Any"),
-          "inner(*args, **kwargs) inside the sections; at once if this thread is in such a call already.")
+          "inner(*args, **kwargs) inside a section; at once if this thread is in such a call already.")
       .def(
           "run_inside",
           [](nb::handle self, nb::handle inner, nb::handle args, nb::handle kwargs) {
@@ -377,7 +317,7 @@ void bind_cover(nb::module_& m) {
       .def_prop_ro("running", &Cover::running, nb::sig("def running(self) -> typing.Any"),
                    "What the innermost guard of this thread calls.")
       .def_prop_ro("inside", &Cover::inside, "Does the calling thread run a covered call?")
-      .def("aliases", &Cover::aliases, "tensor"_a, "Does the tensor start in a slab of these readers?")
+      .def("aliases", &Cover::aliases, "tensor"_a, "Does the tensor show the reader's weights?")
       .def_rw("gradients_checked", &Cover::gradients_checked);
 
   nb::class_<NativeGuard>(m, "Guard", "Called in place of a method: inner(*args, **kwargs) as Cover.run() does it.",
@@ -385,15 +325,12 @@ void bind_cover(nb::module_& m) {
       .def(nb::init<>())
       .def(
           "set_target",
-          [](NativeGuard& g, nb::object inner, nb::object cover, bool generates, bool asks) {
+          [](NativeGuard& g, nb::object inner, nb::object cover) {
             nb::cast<Cover*>(cover);  // TypeError for anything else
             g.inner = std::move(inner);
             g.cover = std::move(cover);
-            g.generates = generates;
-            g.asks = asks;
           },
-          "inner"_a, "cover"_a, "generates"_a, "asks"_a,
-          nb::sig("def set_target(self, inner: typing.Any, cover: Cover, generates: bool, asks: bool) -> None"));
+          "inner"_a, "cover"_a, nb::sig("def set_target(self, inner: typing.Any, cover: Cover) -> None"));
 }
 
 }  // namespace shmsync::bind

@@ -75,16 +75,6 @@ class Section {
     torn = reader_->leave(owner_);
     --entered_;
   }
-  // For the holder of a generator that will not go on: leave it in whatever thread this is.
-  void give_up() {
-    if (entered_ == 0) return;
-    --entered_;
-    reader_->leave(owner_, true);
-  }
-  // For a generator, whose steps may run in any thread: what this one computes is of the section's version too.
-  void use_again() const {
-    if (entered_ > 0) reader_->thread_versions.use(version);
-  }
   nb::object weights() const {
     if (session_ == nullptr)
       raise("ProtocolError",
@@ -238,11 +228,6 @@ void bind_reader(nb::module_& m) {
       .def("numpy", &Section::numpy, nb::sig("def numpy(self) -> dict[str, Any]"),
            "The weights by dotted key as read-only numpy arrays, zero-copy; protected only inside the section.\n\n"
            "Raises ProtocolError for weights on a device, and for a dtype that numpy lacks, such as bfloat16.");
-
-  // Of no use to users, so they are no methods of a section.
-  m.def("give_up_section", &Section::give_up, "section"_a, "Leave a section, in whatever thread this is.");
-  m.def("use_section_again", &Section::use_again, "section"_a,
-        "What the calling thread computes now is of this section's version.");
 
   nb::class_<Exclusive>(m, "Exclusive", "Holds a Subscriber's re-entrant lock.")
       .def("__enter__", [](Exclusive& e) { e.enter(); })

@@ -116,11 +116,10 @@ class Reader {
     }
   }
 
-  // `anywhere`: from any thread, for a caller that knows that no thread is inside any more.
-  bool leave(nb::handle self, bool anywhere = false) {
+  bool leave(nb::handle self) {
     if (generation_ != fork_generation()) return false;  // the pin is the parent's; the next call raises
     if (closed) return false;                            // close() has given this section up
-    if (depth == 0 || !(anywhere || mutex.mine()))
+    if (depth == 0 || !mutex.mine())
       raise("ProtocolError", "a read section must be left in the thread that entered it");
     bool torn = false;
     if (--depth > 0) {

@@ -21,31 +21,24 @@ class WeightsMemory {
  public:
   using Ranges = std::vector<std::pair<std::uintptr_t, std::uintptr_t>>;  // [begin, end)
 
-  // Where a tensor lies; unknown: it consists of several, as a sparse one does.
-  enum class Lies { apart, inside, unknown };
-
-  Lies lies(nb::handle tensor) const {
+  // Does the tensor start there?
+  bool aliases(nb::handle tensor) const {
     DLTensor t;
     std::uintptr_t address;
     if (describe(tensor.ptr(), t)) {
       address = reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset;
     } else {
-      if (!tensor.attr("layout").is(nb::module_::import_("torch").attr("strided")) ||
-          nb::cast<bool>(tensor.attr("is_nested")))
-        return Lies::unknown;
-      if (!nb::cast<bool>(tensor.attr("is_cpu"))) return Lies::apart;
+      if (!nb::cast<bool>(tensor.attr("is_cpu"))) return false;
       try {
         address = nb::cast<std::uintptr_t>(tensor.attr("data_ptr")());  // this torch has no exchange table
       } catch (nb::python_error&) {
-        return Lies::apart;  // it has no storage: a tensor under vmap, grad or functionalisation
+        return false;  // it has no storage: a sparse tensor, or one under vmap, grad or functionalisation
       }
     }
-    if (address >= slab_begin_ && address < slab_end_) return Lies::inside;
+    if (address >= slab_begin_ && address < slab_end_) return true;
     const auto after = std::upper_bound(copies_.begin(), copies_.end(), std::pair{address, ~std::uintptr_t{0}});
-    return after != copies_.begin() && address < std::prev(after)->second ? Lies::inside : Lies::apart;
+    return after != copies_.begin() && address < std::prev(after)->second;
   }
-
-  bool aliases(nb::handle tensor) const { return lies(tensor) == Lies::inside; }
 
   // Private copies that change with the version.
   void set_copies(Ranges ranges) {

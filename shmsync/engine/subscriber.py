@@ -208,8 +208,7 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
 
         Its Parameter objects keep their identity. Its buffers are private copies, refreshed with each version, so that
         forward passes may write them. With the next version a buffer that was replaced is put back, and a parameter
-        that was replaced is ManifestMismatch. Bind one module to several arenas if each has other tensors of
-        it; its calls are sections of all.
+        that was replaced is ManifestMismatch.
 
         Args:
             guard: the calls that are read sections, each of the newest version. True: each call of the module or of a
@@ -219,13 +218,13 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
             clone_outputs: outputs of a guarded call that are views of the weights are cloned, so that they do not
                 change with the next version.
 
-        An optimistic subscriber repeats a torn call, with its side effects (random numbers, buffers). A
-        generator holds its section until it ends, is closed or is collected.
+        An optimistic subscriber repeats a torn call, with its side effects (random numbers, buffers). A call that
+        returns a generator or a coroutine raises ProtocolError.
 
         Raises:
             ManifestMismatch: module and arena differ. After this and the next two errors nothing was changed.
             ProtocolError: the module cannot be bound, or not with this `guard` (a coroutine, a class with its own
-                __call__, nothing to guard).
+                __call__, nothing to guard); or it shares tensors with one that is bound to another arena.
             ValueError: a name in `guard` that the module lacks.
             ShmSyncError: as in read().
         """
@@ -250,7 +249,7 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
             with_version: return (result, version): the version that the result was computed with.
 
         Raises:
-            ProtocolError: the result holds views of the weights in something that cannot be copied.
+            ProtocolError: the result is a generator or a coroutine, or holds one.
             ShmSyncError: as in read().
         """
         result, version = self._reader.run(fn, args, kwargs)

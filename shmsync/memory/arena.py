@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import secrets
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,14 +22,10 @@ from .slab import slab
 from .slab.slab import Slab
 from .system.calls import close, refusals
 from .system.process import me
-from .system.when_imported import when_imported
 from .torch_modes import plainly, run_plainly
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
-
-# Where tensordict is there, this is too: an import inside a section may lack a descriptor or memory.
-when_imported("tensordict", functools.partial(import_module, f"{__package__}.dotted"))
 
 # Every arena mapped in this process: one slab may be mapped several times, and a publisher must know all its addresses.
 _CPU = torch.device("cpu")
@@ -81,7 +75,6 @@ class Arena:
     session: bytes
     on_device: OnDevice | None  # None: the slab lies in the host's memory
     reader: weakref.ref[_native.Reader] | None = None  # a Subscriber's; for publishers in this process
-    writer: weakref.ref[Any] | None = None  # a Publisher's side, which has the writer's lock
     _views: dict[tuple[int, bool], dict[Key, torch.Tensor]] = field(default_factory=dict)
     _weights: dict[tuple[int, bool], TensorDict] = field(default_factory=dict)
 

@@ -115,14 +115,6 @@ class Counting(nn.Module):
     def act(self, x):
         return (self(x) + self.first.bias) / 2
 
-    def stream(self, x):
-        for _ in range(2):
-            yield self.act(x)
-
-    def lazily(self, x):
-        weight = self.last.weight
-        return (weight.sum() / len(weight) for _ in range(2))
-
 
 class Part(nn.Module):
     def __init__(self):

@@ -1,44 +1,58 @@
 """Whatever way a bound module is used, it computes what the trainer's module would at the version that it shows.
 
-Each test takes one way to use one kind of module (support/zoo/zoo.py) through every mode (support/zoo/modes.py). What
-else may vary is drawn: the slots, the consistency, how the trainer publishes, and which tensors are replaced between
-two versions. The draw has a seed, which a failure names; `make zoo ROUNDS=100` draws again and again.
+USES: ways in which people use each kind of module (support/zoo/kinds.py). MODES: surroundings (support/zoo/modes.py).
 """
 
 from __future__ import annotations
 
-import os
-import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import nn
 
+from support.zoo import kinds
 from support.zoo.modes import MODES
 from support.zoo.world import visit
-from support.zoo.zoo import USES
-
-# One of each kind of module and of call. CI takes all uses through more, by the second test.
-FIRST = (
-    "agent.get_action_and_value", "batched", "container.pi", "decoder.generate", "decoder.lazily", "hooked",
-    "normalised", "policy", "policy.encoder.encode", "recurrent", "returning.dist", "weight_norm",
-)  # fmt: skip
-ROUNDS = int(os.environ.get("ZOO_ROUNDS", "1"))
 
 
-def seed_of(*what):
-    return zlib.crc32(" ".join(map(str, what)).encode())
+class Use(NamedTuple):
+    """One way to use one kind. `whole`: Dynamo compiles it as one graph.
+
+    `repeats`: calling it again with the same weights gives the same.
+    """
+
+    make: Callable[[], nn.Module]
+    run: Callable[[Any, torch.Tensor], Any]
+    whole: bool = True
+    repeats: bool = True
 
 
-@pytest.mark.parametrize("use", [use if use in FIRST else pytest.param(use, marks=pytest.mark.slow) for use in USES])
-def test_a_bound_module_computes_what_the_trainers_does(use):
-    for mode in MODES:
-        slots = 1 + seed_of(use, mode) % 3
-        visit(USES[use], MODES[mode], slots, seed_of(use, mode, slots, 0))
+def call(module, x):
+    return module(x)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("use", USES)
-def test_with_one_slot_and_with_several(use):
-    for number in range(1, 1 + ROUNDS):
-        for mode in MODES:
-            for slots in (1, 2 + seed_of(use, mode) % 2):
-                visit(USES[use], MODES[mode], slots, seed_of(use, mode, slots, number))
+USES = {
+    "mlp": Use(kinds.mlp, call),
+    "mlp.forward": Use(kinds.mlp, lambda m, x: m.forward(x)),
+    "policy": Use(kinds.Policy, call),
+    "policy.evaluate_actions": Use(kinds.Policy, lambda m, x: m.evaluate_actions(x)),
+    "policy.encoder.encode": Use(kinds.Policy, lambda m, x: m.encoder.encode(x)),
+    "decoder": Use(kinds.Decoder, lambda m, x: m.generate(x)),
+    "hooked": Use(kinds.Hooked, call),
+    "batched": Use(kinds.Batched, call, repeats=False),
+    "returning.dist": Use(kinds.Returning, lambda m, x: m.dist(x), whole=False),
+    "returning.held": Use(kinds.Returning, lambda m, x: m.held(x), whole=False),
+    "parametrized": Use(kinds.parametrized, call, whole=False),
+}
+# Each use as it is, each mode with one kind of module, and what has once gone wrong together.
+CASES = [(use, "plain") for use in USES] + [("policy", mode) for mode in MODES if mode != "plain"]
+CASES += [("mlp", "autocast_loop"), ("batched", "inference_mode"),
+          ("decoder", "compiled_whole_after"), ("hooked", "called_by_compiled_code")]  # fmt: skip
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize(("use", "mode"), CASES)
+def test_a_bound_module_computes_what_the_trainers_does(use, mode, slots):
+    visit(USES[use], MODES[mode], slots, CASES.index((use, mode)))

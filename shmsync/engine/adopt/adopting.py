@@ -20,7 +20,7 @@ from ...memory.manifest import Key
 from ...memory.strides import same_order
 from ...memory.torch_modes import plainly, run_plainly
 from ..bind.guard import Proxy
-from ..bind.watching import unguarded_loads, would_be_written
+from ..bind.replaced_methods import unguarded_loads, would_be_written
 from ..source.manifest_check import same_layout
 from ..source.overlaps import shown_by_others
 from ..source.sources import Filter, collect

@@ -10,7 +10,6 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from operator import attrgetter
 
 import torch
 from torch import nn
@@ -21,13 +20,11 @@ from ...memory.arena import Arena
 from ...memory.devices import assign, has_address, laid_out
 from ...memory.manifest import Key
 from ...memory.torch_modes import modes_are_on, plainly, run_plainly
-from ..by_identity import ByIdentity
 from ..read.reading import ReadPath
-from ..source.wrappers import modules_in
 from .module_check import ModuleCheck, materialise, placed_modules
 
-# The bindings of each module, kept alive by their Subscriber alone: they hold views, and so the slab.
-_bound_to: ByIdentity[nn.Module, list[weakref.ref[Binding]]] = ByIdentity()
+# Kept alive by their Subscriber alone: they hold views, and so the slab.
+_made: weakref.WeakSet[Binding] = weakref.WeakSet()
 
 
 class Binding:
@@ -42,7 +39,7 @@ class Binding:
         module: whose tensors are bound.
         fitting: which of them are views, and of which leaves.
         tensors: what fitting.tensors() has given for the module.
-        replaced: the bindings that end, as taken_over() has it; not if this one cannot be made.
+        replaced: the bindings that end, as taken_over() has them; not if this one cannot be made.
     """
 
     def __init__(
@@ -67,6 +64,7 @@ class Binding:
             for old in replaced:
                 old.drop()
             self.take(tensors, placed_modules(module))
+        _made.add(self)
 
     @property
     def serves(self) -> bool:
@@ -94,6 +92,14 @@ class Binding:
     def tensors(self) -> set[int]:
         """The ids of the tensors that it moves."""
         return {id(tensor) for tensor in self._tensors.values()}
+
+    def owned(self) -> set[int]:
+        """The ids of the tensors that its modules own now."""
+        return {id(tensor) for _, tensor in own_tensors(self.living())}
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Was it made for this module?"""
+        return self._root() is module
 
     def take(self, tensors: dict[Key, torch.Tensor], places: Sequence[tuple[Key, nn.Module]]) -> None:
         """From now on move these tensors; `places`: all modules that may own some, with their key paths."""
@@ -127,8 +133,6 @@ class Binding:
             placed = [tensor for tensor in copies if has_address(tensor) and tensor.numel()]
             path.set_copies([(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in placed])
             path.order_copies(copies)
-        for _, module in places:
-            _bound_to[module] = [weakref.ref(each) for each in (*(b for b in bound_to(module) if b is not self), self)]
 
     def rebase(self, arena: Arena) -> None:
         """From the next move() on, show this arena, which has the same leaves."""
@@ -238,48 +242,39 @@ def own_tensors(places: Iterable[tuple[Key, nn.Module]]) -> Iterator[tuple[Key, 
                 yield (*path, name), tensor
 
 
-def bound_elsewhere(module: nn.Module, path: ReadPath) -> list[ReadPath]:
-    """The other Subscribers that move tensors of this module. Raises ProtocolError inside a section of one of them."""
-    found = {other for each in companions(module) if (other := each.path()) is not None and other is not path}
-    others = sorted(found, key=attrgetter("number"))
-    inside = [other.name for other in others if other.in_section]
-    if inside:
-        raise ProtocolError(
-            f"this thread is inside a read section of arena {inside[0]!r}, which the module shows; leave the section "
-            "first"
-        )
-    return others
-
-
-def companions(module: nn.Module) -> list[Binding]:
-    """The bindings that move tensors of this module or of its submodules, in the order in which they were made."""
-    return list(dict.fromkeys(each for child in modules_in(module) for each in bound_to(child)))
+def bound_to(module: nn.Module) -> list[Binding]:
+    """The bindings that move tensors of this module, of a part of it, or of one that it is a part of."""
+    mine = {id(tensor) for _, tensor in own_tensors(placed_modules(module))}
+    return [each for each in list(_made) if each.serves and not mine.isdisjoint(each.tensors() | each.owned())]
 
 
 def bound_tensors(module: nn.Module) -> set[int]:
     """The ids of the tensors that those bindings move."""
-    return {each for binding in companions(module) for each in binding.tensors()}
+    return {each for binding in bound_to(module) for each in binding.tensors()}
 
 
-def bound_to(module: nn.Module) -> list[Binding]:
-    """The bindings of a module, and of those that it is a part of."""
-    return [each for ref in _bound_to.get(module) or () if (each := ref()) is not None and each.serves]
+def taken_over(module: nn.Module, tensors: Mapping[Key, torch.Tensor], *readers: ReadPath | None) -> list[Binding]:
+    """The bindings of these readers that end if these tensors of the module are bound.
 
-
-def taken_over(module: nn.Module, tensors: Mapping[Key, torch.Tensor]) -> list[Binding]:
-    """The bindings that end if these are bound. Two subscribers would take turns in moving the same tensors."""
+    Raises ProtocolError if the module shares tensors with one that another Subscriber moves.
+    """
     mine = {id(tensor) for tensor in tensors.values()}
     replaced = []
-    for old in companions(module):
-        common = old.tensors() & mine
-        if not common:
-            continue
-        if old.tensors() - mine and old._root() is not module:
+    for old in bound_to(module):
+        path = old.path()
+        if path is not None and path not in readers:
+            raise ProtocolError(
+                f"this module, or one that shares tensors with it, is bound to arena {path.name!r}. Close that "
+                "Subscriber first, or bind a fresh copy. For one module in several parts use one arena of a "
+                "torch.nn.ModuleDict, and publish() a part"
+            )
+        if old.is_of(module) or not old.tensors() - mine:
+            replaced.append(old)
+        elif common := old.tensors() & mine:
             raise ProtocolError(
                 f"{len(common)} tensor(s) of this module are bound already, as part of a larger binding; bind the "
                 "larger one again, or a fresh copy of this module"
             )
-        replaced.append(old)
     return replaced
 
 

@@ -1,4 +1,4 @@
-"""Proxies for the calls of a module, and the guard that runs each of them inside read sections.
+"""Proxies for the calls of a module, and the guard that runs each of them inside a read section.
 
 A call of a module goes to its `_compiled_call_impl`, if it has one, before any hook runs. A guard in that place has the
 pre-hooks inside its section too (weight_norm computes the weight in one).
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from ... import _native
-from ...memory.system.when_imported import when_imported
+from ...memory.dynamo import with_dynamo
 from .read_guard import Cover
 
 CALL = "_compiled_call_impl"  # a call of the module itself
@@ -72,7 +71,7 @@ def _itself(method: Any) -> Any:
 
 
 class Guard(Proxy, _native.Guard):
-    """Runs each call of one method in the sections of a cover. It is native: it costs 0.2 µs, a nested one 0.1."""
+    """Runs each call of one method in a section of a cover. It is native: it costs 0.2 µs, a nested one 0.1."""
 
     def __init__(self, module: nn.Module, name: str, cover: Cover) -> None:
         _native.Guard.__init__(self)
@@ -84,12 +83,10 @@ class Guard(Proxy, _native.Guard):
         self.use(cover)
 
     def use(self, cover: Cover) -> None:
-        """Run calls in the sections of this cover from now on."""
+        """Run calls in sections of this cover from now on."""
         self.cover = cover
         self.number = id(cover)  # which Dynamo can compare
-        # torch.jit traces the call of a module through a method that is watched; see watching.py.
-        generates, asks = inspect.isgeneratorfunction(self.inner), self.method != CALL or self._whole
-        self.set_target(self.entered, cover, generates, asks)
+        self.set_target(self.entered, cover)
         self.cover.codes[id(self.entered)] = self._compiled_frames()
         _cover_by_number[self.number] = cover
 
@@ -148,4 +145,4 @@ def _register() -> None:
     substitute(_in_compiled_code)
 
 
-when_imported("torch._dynamo", _register)
+with_dynamo(_register)

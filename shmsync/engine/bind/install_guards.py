@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from torch import nn
@@ -10,31 +10,38 @@ from torch import nn
 from ..by_identity import ByIdentity
 from ..read.reading import ReadPath
 from ..source.wrappers import modules_in
-from .binding import Binding, bound_elsewhere, companions, taken_over
+from .binding import Binding, taken_over
 from .guard import CALL, Guard, Proxy
 from .guarded_methods import GuardedCall, GuardNames, calls_of
 from .module_check import ModuleCheck, bindable
 from .read_guard import Cover
-from .watching import Loading, unguarded_loads, watch
+from .replaced_methods import replace_methods
 
 M = TypeVar("M", bound=nn.Module)
 
 _covers: ByIdentity[nn.Module, Cover] = ByIdentity()
 
 
-def bind(reader: ReadPath, module: M, guard: GuardNames, check: ModuleCheck, *, clones: bool) -> M:
+def bind(
+    reader: ReadPath,
+    module: M,
+    guard: GuardNames,
+    check: ModuleCheck,
+    *,
+    clones: bool,
+    instead_of: ReadPath | None = None,
+) -> M:
     """As Subscriber.bind(); `check` says how the tensors of the module move.
 
-    Guards that are there already, for another binding, stay.
+    `instead_of`: the reader that the module may be bound to now, and leaves.
     """
     bound = bindable(module)
     calls = calls_of(module, guard)
-    with ExitStack() as stack:
-        for path in (reader, *bound_elsewhere(bound, reader)):  # no call is under way while the tensors change hands
-            stack.enter_context(path.hold_lock())
+    # No call is under way while the tensors change hands.
+    with reader.hold_lock(), nullcontext() if instead_of is None else instead_of.hold_lock():
         reader.followers[:] = [each for each in reader.followers if not isinstance(each, Binding) or each.owners()]
         tensors = check.tensors(bound)
-        replaced = taken_over(bound, tensors)
+        replaced = taken_over(bound, tensors, reader, instead_of)
         for old in replaced:
             old.drop()  # it may fit no more, which would be an error at the entry of the section
         had_used = reader.has_used_version
@@ -51,42 +58,39 @@ def bind(reader: ReadPath, module: M, guard: GuardNames, check: ModuleCheck, *, 
         finally:
             if not had_used:  # the section is no use of this thread's: `version` goes on with what is applied
                 reader.forget_used_version()
+        cover = _cover_of(module, bound)
         try:
-            cover = _cover_of(module, bound, binding.tensors())
-            if calls:
-                cover.add(reader, binding, clones)
+            cover.enter(reader if calls else None, clones=clones)
             for call in calls:
                 _install(call, cover)
-            modules = list(modules_in(bound))
-            for child, name in unguarded_loads(modules):
-                Loading(child, name)
-            for child in modules:
-                watch(child)
+            if not calls:
+                _remove(cover)
+            replace_methods(bound)
         except BaseException:
             binding.drop()
             binding.release()
-            _cover_of(module, bound, set())  # without guards of this one
+            cover.enter(None, clones=False)
+            _remove(cover)
             raise
     return module
 
 
-def _cover_of(module: nn.Module, bound: nn.Module, tensors: set[int]) -> Cover:
-    """One cover for everything that shares tensors or submodules with the module: their covers, made one.
+def _cover_of(module: nn.Module, bound: nn.Module) -> Cover:
+    """The cover of this module. It takes over the guards that earlier calls of bind() have put into its parts.
 
-    It is without the bindings that have ended; with none left, its guards are removed. `tensors`: ids of those that are
-    bound now.
+    Another module's guards keep their own cover: they raise ClosedError where that is of a closed Subscriber.
     """
-    modules = [module, *modules_in(bound), *(child for each in companions(bound) for _, child in each.living())]
-    covers = {cover: None for child in modules if (cover := _covers.get(child)) is not None}
-    first, *others = covers or [Cover(module)]
-    for other in others:
-        first.absorb(other)
-        for guard in list(other.guards):
-            _covers[guard.module] = first
-    first.drop_ended(tensors)
-    if not first.members:
-        _remove(first)
-    return first
+    inside = {id(each): each for each in (module, *modules_in(module), *modules_in(bound))}
+    earlier = {cover: None for each in inside.values() if (cover := _covers.get(each)) is not None}
+    cover = next((each for each in earlier if each.is_of(module)), None) or Cover(module)
+    for other in earlier:
+        for guard in list(other.guards) if other is not cover else ():
+            if id(guard.module) in inside:
+                other.guards.discard(guard)
+                cover.guards.add(guard)
+                guard.use(cover)
+                _covers[guard.module] = cover
+    return cover
 
 
 def _install(call: GuardedCall, cover: Cover) -> None:
@@ -101,7 +105,7 @@ def _install(call: GuardedCall, cover: Cover) -> None:
 
 
 def _remove(cover: Cover) -> None:
-    """Remove the guards. One that the user has wrapped stays below its wrapper, and covers nothing."""
+    """Remove the guards of a cover that covers nothing. One that the user has wrapped stays below its wrapper."""
     for guard in list(cover.guards):
         guard.remove()
         for name in ("_call_impl", "compile"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 
@@ -51,7 +50,10 @@ class ModuleCheck:
 
     def tensors(self, module: nn.Module) -> dict[Key, torch.Tensor]:
         """The tensors that the arena has values for, by key. Raises ManifestMismatch when the module does not fit."""
-        _refuse_unsafe(module)
+        refuse_max_norm(
+            module,
+            "but bound weights are read-only. Normalise in the trainer, build the worker's module without max_norm",
+        )
         by_key = self.arena.manifest.by_key
         tensors = without(collect(module, EVERYTHING, watch=False).tensors, not_saved(module).difference(by_key))
         spelled = respelled(tensors, by_key)
@@ -149,18 +151,6 @@ def _memory_for(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     memory.__class__ = tensor.__class__  # a swap exchanges these two as well
     memory.__dict__.update(tensor.__dict__)
     return memory
-
-
-def _refuse_unsafe(module: nn.Module) -> None:
-    inductor = sys.modules.get("torch._inductor.config")
-    if getattr(inductor, "freezing", False):  # patched versions of torch may lack it
-        raise ProtocolError(
-            "torch._inductor.config.freezing bakes the weights into compiled code, so updates would not reach it; "
-            "switch it off before bind()"
-        )
-    refuse_max_norm(
-        module, "but bound weights are read-only. Normalise in the trainer, build the worker's module without max_norm"
-    )
 
 
 def refuse_max_norm(module: nn.Module, otherwise: str) -> None:

@@ -1,47 +1,99 @@
-"""What a guarded call returns: nothing in it may change after the section has ended."""
+"""What leaves a section: nothing in it may change with the next version."""
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+import dataclasses
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributions import Distribution, Transform
 
 from ...errors import ProtocolError
 from ...memory.dynamo import skip
-from .reachable import Reach, Test
+from ..source.leaf_check import is_tensordict
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+Test = Callable[[torch.Tensor], bool]
+
+_INVERSE = type(Transform().inv)
 
 
 @skip
-def unalias(out: Any, aliases: Test, given: tuple[Any, ...] = ()) -> Any:
-    """The output with a copy in place of everything that lies in the arena; itself if there is none.
+def private(out: Any, aliases: Test, given: tuple[Any, ...] = ()) -> Any:
+    """`out` with a clone in place of each tensor in it that lies in the arena; itself if there is none.
 
-    What holds such a thing is copied too, since it may be the module's own list or object; a TensorDict that was among
-    the arguments is written into. What was one object twice stays one. Raises ProtocolError for what holds memory of
-    the arena and cannot be copied.
+    It looks into tuples, lists, dicts, dataclasses, TensorDicts and distributions. Each that holds such a tensor is
+    copied, since it may be the module's own; a TensorDict that was among the arguments (`given`) is written into.
+
+    Raises ProtocolError for a generator or a coroutine, which would run outside of the section.
     """
-    if type(out) is torch.Tensor and not aliases(out) and out.layout is torch.strided and not out.is_nested:
-        return out
-    reach = Reach(aliases, given)
-    if not reach.finds(out):
-        return out
-    made = reach.copy(out)
-    if Reach(aliases, given).finds(made):
+    made: Any
+    if isinstance(out, torch.Tensor):
+        return out.clone() if aliases(out) else out
+    if is_tensordict(out):
+        return _levels(out, aliases, given)
+    if isinstance(out, (tuple, list)):
+        values = [private(value, aliases, given) for value in out]
+        if not any(made is not value for made, value in zip(values, out, strict=True)):
+            return out
+        return out._make(values) if hasattr(out, "_make") else type(out)(values)
+    if isinstance(out, dict):  # and transformers' ModelOutput, whose attributes are its items
+        changed = _changed(dict(out), aliases, given)
+        if not changed:
+            return out
+        made = copy.copy(out)
+        for key, value in changed.items():
+            made[key] = value
+        return made
+    if dataclasses.is_dataclass(out) and not isinstance(out, type):
+        names = [field.name for field in dataclasses.fields(out)]
+        changed = _changed({name: getattr(out, name) for name in names if hasattr(out, name)}, aliases, given)
+        if not changed:
+            return out
+        made = copy.copy(out)
+        for name, value in changed.items():
+            object.__setattr__(made, name, value)  # it may be frozen
+        return made
+    if isinstance(out, _INVERSE):
+        forward = out.inv
+        made = private(forward, aliases, given)
+        return out if made is forward else made.inv
+    if isinstance(out, (Distribution, Transform)):
+        parts = {name: value for name, value in vars(out).items() if name != "_inv"}  # which copy() leaves out too
+        changed = _changed(parts, aliases, given)
+        if not changed:
+            return out
+        made = copy.copy(out)
+        vars(made).update(changed)
+        return made
+    if isinstance(out, (Generator, Coroutine, AsyncGenerator)):
+        if not isinstance(out, AsyncGenerator):
+            out.close()
         raise ProtocolError(
-            f"the {type(out).__name__} that was returned holds views of the weights even in a copy of it; return "
-            "tensors, or clone() what it keeps"
+            f"what was called returned a {type(out).__name__}, which runs later, where no read section covers it. "
+            "Make the part that uses the weights a plain method, and loop or await around it; or use "
+            "bind(clone_outputs=False), and run it inside `with sub.read():`"
         )
-    return made
+    return out
 
 
 @skip
-def unalias_error(error: BaseException, aliases: Test) -> None:
-    """Let an error that leaves a section hold copies of what lies in the arena. It stays the same object."""
-    args = unalias(error.args, aliases)
-    if args is not error.args:
-        error.args = args
-    if isinstance(error, StopIteration):
-        error.value = unalias(error.value, aliases)
-    attributes = vars(error)
-    made = unalias(attributes, aliases)
-    if made is not attributes:
-        attributes.update(made)
+def _changed(parts: dict[Any, Any], aliases: Test, given: tuple[Any, ...]) -> dict[Any, Any]:
+    """What private() gives for these, as far as it is something else."""
+    made = {key: private(value, aliases, given) for key, value in parts.items()}
+    return {key: value for key, value in made.items() if value is not parts[key]}
+
+
+@skip
+def _levels(out: TensorDictBase, aliases: Test, given: tuple[Any, ...]) -> TensorDictBase:
+    lying = [(key, leaf) for key, leaf in out.items(True, True) if isinstance(leaf, torch.Tensor) and aliases(leaf)]
+    if not lying:
+        return out
+    made = out if any(out is each for each in given) else out.copy()
+    for key, leaf in lying:
+        made.set(key, leaf.clone())
+    return made

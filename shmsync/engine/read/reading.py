@@ -22,7 +22,7 @@ from ...memory.system.process import pid_of
 from ..deadlines import check_timeout, check_version, deadline_after, slice_until
 from ..stats import SubscriberStats
 from .device_sections import wait_for_reads
-from .outputs import unalias, unalias_error
+from .outputs import private
 from .waiting import WaitPath
 
 if TYPE_CHECKING:
@@ -71,12 +71,7 @@ class ReadPath(WaitPath):
 
     @skip
     def _private(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        try:
-            out = fn(*args, **kwargs)
-        except BaseException as error:
-            unalias_error(error, self.aliases)
-            raise
-        return unalias(out, self.aliases, (*args, *kwargs.values()))
+        return private(fn(*args, **kwargs), self.aliases, (*args, *kwargs.values()))
 
     @skip
     def run_as_is(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
@@ -101,8 +96,14 @@ class ReadPath(WaitPath):
                 if not section.torn:
                     return result, section.version
             self.count_retry()
+        return self.pinned(fn, *args, **kwargs)
+
+    @skip
+    def pinned(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> tuple[T, int]:
+        """The result and its version, computed once, in a section that is not torn."""
         with self.hold_lock():
-            self.forget_applied()  # so that entering takes the slow path, which knows about Pinned
+            if self.optimistic and not self.in_section:
+                self.forget_applied()  # so that entering takes the slow path, which knows about Pinned
             with self.read(timeout=Pinned(self.timeout)) as section:
                 return fn(*args, **kwargs), section.version
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 import weakref
@@ -25,7 +24,6 @@ from .device_sections import SectionStreams
 from .successor import Successor
 
 _log = logging.getLogger("shmsync")
-_numbers = itertools.count()
 
 
 def _reads(attached: Attached) -> _native.DeviceReads | None:
@@ -89,7 +87,6 @@ class WaitPath(_native.Reader):
         self._successor = successor
         self.follows = successor is not None
         self._restarts = 0
-        self.number = next(_numbers)  # sections of several are entered in this order, so that no two threads cross
         self._finalizer = util.Finalize(self, release, exitpriority=30)
         self.arena.reader = weakref.ref(self)
 

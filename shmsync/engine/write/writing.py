@@ -51,7 +51,6 @@ class WriteSide:
         self.touched = True  # may the write that is under way have changed a byte?
         self._generation = _native.fork_generation()
         self._dirty = DirtyLeaves(arena.manifest, arena.slots)
-        arena.writer = weakref.ref(self)
         self._addresses = [arena.slot_address(slot) for slot in range(arena.slots)]
 
     @property

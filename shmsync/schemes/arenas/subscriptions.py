@@ -49,10 +49,9 @@ class Subscriptions:
         earlier = self._subscribers.get(model_id)
         subscriber = Subscriber(handle, consistency=self._consistency, worker=worker, timeout=self._timeout)
         try:
-            with contextlib.nullcontext() if earlier is None else reader_of(earlier).hold_lock():
-                if isinstance(model, nn.Module):
-                    _bind(subscriber, model)
-                    self._bound[model_id] = weakref.ref(model)
+            if isinstance(model, nn.Module):
+                _bind(subscriber, model, instead_of=earlier)
+                self._bound[model_id] = weakref.ref(model)
         except BaseException:
             subscriber.close()
             raise
@@ -134,11 +133,12 @@ def is_elsewhere(model: nn.Module, device: torch.device) -> bool:
     return not devices <= {device}
 
 
-def _bind(subscriber: Subscriber, model: nn.Module) -> None:
+def _bind(subscriber: Subscriber, model: nn.Module, instead_of: Subscriber | None = None) -> None:
     """Let the model show the arena's memory; on another device it gets a copy of each version, made in one section."""
     reader = reader_of(subscriber)
     check = ModuleCheck(reader.arena, reader.name, copies=is_elsewhere(model, reader.arena.device))
-    bind(reader, model, can_be_called(model), check, clones=True)
+    earlier = None if instead_of is None else reader_of(instead_of)
+    bind(reader, model, can_be_called(model), check, clones=True, instead_of=earlier)
 
 
 def _close_unused(subscribers: dict[str, Subscriber], bound: dict[str, weakref.ref[nn.Module]]) -> None:

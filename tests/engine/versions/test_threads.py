@@ -75,7 +75,6 @@ WAYS = {
     "forward": then(lambda policy, sub: policy.forward(X)),
     "method": then(lambda policy, sub: policy.act(X)),
     "submodule": then(lambda policy, sub: policy.first(X)),
-    "generator": then(lambda policy, sub: list(policy.stream(X))[-1]),
     "section": in_section,
     "run": then(lambda policy, sub: sub.run(policy, X)),
     "run with its version": lambda policy, sub: sub.run(policy, X, with_version=True),

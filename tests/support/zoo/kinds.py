@@ -6,8 +6,6 @@ mixes versions shows.
 
 from __future__ import annotations
 
-from collections import deque
-
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -50,24 +48,6 @@ class Pause(nn.Module):
 
 def mlp(last=2):
     return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), Pause(), nn.Linear(8, last))
-
-
-class Agent(nn.Module):
-    """As in CleanRL: it has no forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.critic = mlp(1)
-        self.actor = mlp(2)
-        self.log_std = nn.Parameter(torch.zeros(2))
-
-    def get_value(self, x):
-        return self.critic(x)
-
-    def get_action_and_value(self, x):
-        mean = self.actor(x)
-        meanwhile()
-        return mean, self.log_std.expand_as(mean), self.critic(x)
 
 
 class Policy(nn.Module):
@@ -127,31 +107,6 @@ class Decoder(nn.Module):
             meanwhile()
         return torch.stack(found)
 
-    def stream(self, x):
-        cache = x
-        for _ in range(3):
-            logits, cache = self(torch.zeros(len(x), dtype=torch.long), cache)
-            yield logits
-            meanwhile()
-
-    def lazily(self, x):
-        hidden = self.body(x)
-        return (self.lm_head(hidden) * factor for factor in (1, 2, 3))
-
-
-class Normalised(nn.Module):
-    """Replaces its buffer in each forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(WIDTH, 2)
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, x):
-        out = self.net(x - self.mean)
-        self.mean = 0.9 * self.mean + 0.1 * x.mean(0).detach()
-        return out
-
 
 class Hooked(nn.Linear):
     """A pre-hook that reads a weight, and a hook that does."""
@@ -174,18 +129,6 @@ def shifted(module, args, out):
     return out + module.bias
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn = nn.LSTM(WIDTH, 6, batch_first=True)
-        self.out = nn.Linear(6, 2)
-
-    def forward(self, x):
-        hidden, _ = self.rnn(x[:, None])
-        meanwhile()
-        return self.out(hidden[:, 0])
-
-
 class Batched(nn.Module):
     def __init__(self):
         super().__init__()
@@ -199,15 +142,8 @@ class Batched(nn.Module):
         return self.out(hidden) + self.step
 
 
-class Holder:
-    """An object of the user's own, which an output may be."""
-
-    def __init__(self, **held):
-        vars(self).update(held)
-
-
 class Returning(nn.Module):
-    """Returns its own weights, in whatever holds them."""
+    """Returns its own weights."""
 
     def __init__(self):
         super().__init__()
@@ -228,16 +164,7 @@ class Returning(nn.Module):
     def held(self, x):
         out = self.net(x)
         meanwhile()
-        return Holder(out=out, weights=[self.shift, deque([self.scale.expand_as(out)])], inner=Holder(noise=self.noise))
-
-
-class Container(nn.ModuleDict):
-    def __init__(self):
-        super().__init__({"pi": mlp(), "v": mlp(1)})
-
-
-def weight_norm():
-    return nn.utils.weight_norm(nn.Linear(WIDTH, 2))
+        return {"out": out, "weights": [self.shift, (self.scale.expand_as(out),)], "noise": self.noise}
 
 
 def parametrized():

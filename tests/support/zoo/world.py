@@ -1,4 +1,4 @@
-"""One world of the zoo: a trainer, its arenas, a worker's module, and the oracle."""
+"""One world of the zoo: a trainer, its arena, a worker's module, and the oracle."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from tensordict import TensorDict
 
 import shmsync
-from support.zoo.kinds import WIDTH, Holder, set_meanwhile
-from support.zoo.modes import CREATIONS, UNGUARDED, two_arenas
+from support.zoo.kinds import WIDTH, set_meanwhile
+from support.zoo.modes import CREATIONS, UNGUARDED
 
 STEPS = 4
 
@@ -21,44 +21,27 @@ class World:
 
     def __init__(self, use, mode, slots, rng):
         self.use, self.slots, self.rng = use, slots, rng
-        self.parts = mode is two_arenas
         self.keeps = mode not in UNGUARDED
         self.consistency = rng.choice(["pinned", "pinned", "optimistic"]) if use.repeats else "pinned"
         adopted = ["adopt", "load"] if slots == 1 else []  # load: by load_state_dict()
         self.route = rng.choice(["module", "tensordict", "mapping", "update", *adopted])
         self.trainer = use.make()
         self.history = {}
-        self.open = []
         self.creation = rng.choice(list(CREATIONS))
         with CREATIONS[self.creation]():
             self.module = use.make()
-        keys = [name for name, _ in (*self.trainer.named_parameters(), *self.trainer.named_buffers())]
-        self.publishers = [self._keep(shmsync.Publisher(self.trainer, slots=slots, include=part)) for part in (
-            (keys[::2], list(keys[1::2])) if self.parts and len(keys) > 1 else (None,)
-        )]  # fmt: skip
-        if self.route in ("adopt", "load") and not self.parts:
-            self.publishers[0].adopt(self.trainer)
-        self.subscribers = [
-            self._keep(shmsync.Subscriber(pub.handle, consistency=self.consistency)) for pub in self.publishers
-        ]
-        self.subscriber = self.subscribers[0]
+        self.publisher = shmsync.Publisher(self.trainer, slots=slots)
+        if self.route in ("adopt", "load"):
+            self.publisher.adopt(self.trainer)
+        self.subscriber = shmsync.Subscriber(self.publisher.handle, consistency=self.consistency)
         self._remember()
 
-    def _keep(self, handle):
-        self.open.append(handle)
-        return handle
-
     def close(self):
-        for handle in reversed(self.open):
-            handle.close()
+        self.subscriber.close()
+        self.publisher.close()
 
     def __call__(self, module, **options):
         return self.subscriber.bind(module, **options)
-
-    def in_parts(self, module):
-        for subscriber in self.subscribers:
-            subscriber.bind(module)
-        return module
 
     def _twin(self):
         """A separate module with the values that the trainer's has now."""
@@ -70,35 +53,33 @@ class World:
         return twin
 
     def _remember(self):
-        self.history[self.publishers[0].version] = self._twin()
+        self.history[self.publisher.version] = self._twin()
 
     def advance(self):
         """Train a little, and publish."""
         rng = self.rng
-        pub = self.publishers[0]
-        if self.route == "load" and not self.parts:
+        pub = self.publisher
+        if self.route == "load":
             other = self._twin()
             self._train(other)
             self.trainer.load_state_dict(other.state_dict())
-        elif self.route in ("update", "adopt") and not self.parts:
+        elif self.route in ("update", "adopt"):
             with pub.update() as weights:
                 self._train(self.trainer, weights if self.route == "update" else None)
         else:
             self._train(self.trainer)
             if rng.random() < 0.3:
                 self._replace(self.trainer)
-            for each in self.publishers:
-                each.publish(self._source(each))
+            pub.publish(self._source())
         self._remember()
 
-    def _source(self, pub):
-        if self.parts or self.route == "module":
+    def _source(self):
+        if self.route == "module":
             return None
         if self.route == "tensordict":
             return TensorDict.from_module(self.trainer)
         named = {**dict(self.trainer.named_parameters()), **dict(self.trainer.named_buffers())}
-        leaves = {leaf.name for leaf in pub._writer.arena.manifest.leaves}
-        return {name: tensor.detach() for name, tensor in named.items() if name in leaves}
+        return {name: tensor.detach() for name, tensor in named.items()}
 
     def _train(self, module, weights=None):
         with torch.no_grad():
@@ -135,12 +116,12 @@ class World:
         for number in range(steps):
             if number and self.rng.random() < 0.8:
                 self.advance()
-            if number and self.rng.random() < 0.3 and not isinstance(self.module, torch.jit.ScriptModule):
+            if number and self.rng.random() < 0.3:
                 self._replace(self.module)
                 self.advance()
             x = torch.randn(3, WIDTH)
-            latest = self.publishers[0].version
-            if self.slots > 1 and not self.parts:
+            latest = self.publisher.version
+            if self.slots > 1:
                 set_meanwhile(self.advance)
             try:
                 out = run(x)
@@ -155,8 +136,7 @@ class World:
                 kept.append((version, out, expected))
         for _ in range(self.slots if self.keeps else 0):
             self.advance()
-        for subscriber in self.subscribers:
-            subscriber.refresh()
+        self.subscriber.refresh()
         for version, out, expected in kept if self.keeps else ():
             assert same(out, expected), f"a result of version {version} has changed with later versions"
 
@@ -172,8 +152,6 @@ def same(a, b):
     if isinstance(a, torch.distributions.Distribution):
         at = torch.full(b.batch_shape + b.event_shape, 0.5)
         return same(a.log_prob(at), b.log_prob(at))
-    if isinstance(a, Holder):
-        return same(vars(a), vars(b))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     return len(a) == len(b) and all(same(*pair) for pair in zip(a, b, strict=True))

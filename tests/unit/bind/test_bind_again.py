@@ -1,4 +1,4 @@
-"""What can be bound, and a module that is bound again, elsewhere or in part."""
+"""What can be bound, and a module that is bound again, to another arena or in part."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 import shmsync
 from support.jobs.engine import bind_copies
 from support.weights import step
+from support.zoo.kinds import Policy
 
 
 @pytest.mark.parametrize("bind", [shmsync.Subscriber.bind, bind_copies], ids=["views", "copies"])
@@ -50,35 +51,84 @@ def test_a_binding_outlives_the_container_that_was_passed(both, guard):
 
 
 @pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
-@pytest.mark.parametrize("closed", [False, True])
 @torch.no_grad()
-def test_a_call_that_had_begun_when_the_module_was_bound_again_uses_the_new_arena(
-    publisher, subscriber, consistency, closed
-):
+def test_a_call_that_had_begun_when_the_module_was_bound_again_uses_the_new_arena(publisher, subscriber, consistency):
     before, after, worker = nn.Linear(4, 2), nn.Linear(4, 2), nn.Linear(4, 2)
-    pub = publisher(before, slots=2)
-    old, new = (subscriber(each, consistency=consistency) for each in (pub, publisher(after)))
+    old, new = (subscriber(publisher(each), consistency=consistency) for each in (before, after))
     old.bind(worker)
     begun = worker.forward  # as another thread has it, which waits to enter its section
+    old.close()
+    with pytest.raises(shmsync.ClosedError):
+        begun(torch.ones(1, 4))
     new.bind(worker)
-    if closed:
-        old.close()
-    else:
-        step(before)
-        pub.publish()
-        old.refresh()  # it moves the module no more
     x = torch.randn(5, 4)
     assert torch.equal(begun(x), after(x)) and torch.equal(worker(x), after(x))
-    new.close()
-    with pytest.raises(shmsync.ClosedError):
-        begun(x)
 
 
-def test_a_part_of_a_bound_module_cannot_be_bound_elsewhere(publisher, subscriber):
+@torch.no_grad()
+def test_a_forward_that_was_wrapped_survives_a_new_binding(publisher, subscriber):
+    trainer, worker = Policy(), Policy()
+    with shmsync.Publisher(Policy()) as old, shmsync.Subscriber(old.handle) as sub:
+        sub.bind(worker)
+        inner = worker.forward
+        worker.forward = lambda x: inner(x) + 1
+    subscriber(publisher(trainer)).bind(worker)
+    x = torch.randn(2, 4)
+    assert torch.equal(worker(x), trainer(x) + 1)
+
+
+def tied(module):
+    other = nn.Linear(4, 8)
+    other.weight = module.encoder.net.weight
+    return other
+
+
+@pytest.mark.parametrize(
+    ("another", "include"),
+    [
+        (lambda worker: worker, None),
+        (lambda worker: worker, "head.*"),
+        (lambda worker: worker.head, None),
+        (lambda worker: nn.ModuleDict({"policy": worker}), "policy.head.*"),
+        (tied, None),
+    ],
+    ids=["the module", "another part of it", "a submodule", "a whole", "a module with one of its tensors"],
+)
+@torch.no_grad()
+def test_a_module_is_bound_to_one_arena(publisher, subscriber, another, include):
+    """What shares a tensor with it is refused, and changes nothing, until the other Subscriber is closed."""
+    trainer, worker = Policy(), Policy()
+    first = subscriber(publisher(trainer, include="encoder.*" if include else None))
+    first.bind(worker)
+    second = subscriber(publisher(copy.deepcopy(other := another(worker)), include=include))
+    with pytest.raises(shmsync.ProtocolError, match=r"bound to arena .*ModuleDict"):
+        second.bind(other)
+    assert torch.equal(worker.encoder(torch.ones(1, 4)), trainer.encoder(torch.ones(1, 4)))
+    first.close()
+    second.bind(other)
+
+
+def test_a_part_of_a_bound_module_cannot_be_bound_alone(publisher, subscriber):
     whole = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    subscriber(publisher(copy.deepcopy(whole))).bind(whole)
-    with pytest.raises(shmsync.ProtocolError, match="bound already"):
-        subscriber(publisher(nn.Linear(2, 2))).bind(whole[0])
+    pub = publisher({"0": {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}}, slots=2)
+    sub = subscriber(publisher(whole, exclude="1.*"))
+    sub.bind(whole)
+    with pytest.raises(shmsync.ProtocolError, match="bound already|bound to arena"):
+        subscriber(pub).bind(whole[0:1])
+
+
+@torch.no_grad()
+def test_guards_of_parts_follow_the_binding_of_the_whole(both):
+    trainer, worker = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pub, sub = both(trainer, slots=2)
+    sub.bind(worker)
+    sub.bind(worker, guard=["0"])
+    step(trainer)
+    pub.publish()
+    worker[0](torch.ones(1, 2))
+    assert sub.version == pub.version
+    sub.bind(worker, guard=False)
+    assert "forward" not in vars(worker) and "_compiled_call_impl" not in vars(worker[0])
 
 
 def test_tied_parameters_cannot_show_two_places(publisher, subscriber):
@@ -96,3 +146,11 @@ def test_what_is_no_eager_module_is_a_type_error(publisher, subscriber):
             sub.bind(wrong)
     with pytest.raises(TypeError, match="several modules into one torch.nn.ModuleDict"):
         sub.bind({"actor": nn.Linear(2, 2)})
+
+
+def test_modules_that_are_gone_keep_nothing_alive_once_another_is_bound(publisher, subscriber):
+    sub = subscriber(publisher(nn.BatchNorm1d(4)))
+    for _ in range(5):
+        sub.bind(nn.BatchNorm1d(4))
+        gc.collect()
+    assert len(sub._reader.followers) <= 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import weakref
 from contextlib import nullcontext
-from itertools import product
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch import nn
 
 import shmsync
 from support.calls import switched
-from support.jobs.engine import bind_copies
 from support.processes import no_monitor
 from support.weights import step
 
@@ -38,29 +36,20 @@ class Net(nn.Module):
 
 
 MOVING = {
-    "bfloat16": lambda module: module.bfloat16(),
     "half": lambda module: module.half(),
-    "double": lambda module: module.double(),
     "to(dtype)": lambda module: module.to(torch.float64),
-    "to(dtype=)": lambda module: module.to(dtype=torch.float16),
-    "type": lambda module: module.type(torch.float64),
     "a part": lambda module: module.first.double(),
     "a part with buffers": lambda module: module.norm.half(),
     "a recurrent part": lambda module: module.last.half(),
     "to(device)": lambda module: module.to("meta"),
     "to_empty": lambda module: module.to_empty(device="cpu"),
-    "share_memory": lambda module: module.share_memory(),
     "other values": lambda module: module._apply(lambda tensor: tensor * 2),
     "values in place": lambda module: module._apply(lambda tensor: tensor.zero_()),
 }
 STAYING = {
     "float": lambda module: module.float(),
-    "to(dtype)": lambda module: module.to(torch.float32),
-    "to(device)": lambda module: module.to("cpu"),
     "to(device, dtype)": lambda module: module.to("cpu", torch.float32, non_blocking=True),
-    "cpu": lambda module: module.cpu(),
     "requires_grad_": lambda module: module.requires_grad_(False),
-    "a part": lambda module: module.last.float(),
 }
 
 
@@ -77,18 +66,12 @@ def assert_right(trainer, worker, pub):
     assert torch.equal(worker(X), trainer(X))
 
 
-@pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("how", ["bind", "bind_copies"])
+@pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("conversion", MOVING)
-def test_what_would_leave_the_arena_is_refused_before_anything_changes(
-    publisher, subscriber, conversion, how, inference
-):
-    trainer, worker = Net(), Net()
-    pub = publisher(trainer, slots=2)
-    (bind_copies if how == "bind_copies" else shmsync.Subscriber.bind)(subscriber(pub), worker)
+def test_what_would_leave_the_arena_is_refused_before_anything_changes(bound, conversion, slots):
+    trainer, worker, pub, _ = bound(Net, slots)
     before = places(worker)
-    refused = pytest.raises(shmsync.ProtocolError, match=r"Nothing was changed.*Publisher\(dtype=\)")
-    with refused, torch.inference_mode(inference):
+    with pytest.raises(shmsync.ProtocolError, match=r"Nothing was changed.*Publisher\(dtype=\)"):
         MOVING[conversion](worker)
     assert places(worker) == before
     assert_right(trainer, worker, pub)
@@ -125,44 +108,28 @@ USED = {
     "inference_mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
 }
-# Copies lie on the device of the module, and meta has no memory.
-BOUND = [each for each in product(MADE, ["bind", "bind_copies"]) if each != ("meta", "bind_copies")]
+MODES = [(made, "plain") for made in MADE] + [(made, used) for made in ("plain", "inference_mode") for used in USED]
 
 
-@pytest.mark.parametrize("bound_inside", [False, True])
-@pytest.mark.parametrize("consistency", ["pinned", "optimistic", "live"])
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("used", [*USED, "compiled"])
-@pytest.mark.parametrize(("made", "how"), BOUND)
-def test_every_mode_of_creation_serves_every_mode_of_use(
-    publisher, subscriber, made, used, how, slots, consistency, bound_inside
-):
+@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize(("made", "used"), MODES)
+def test_every_mode_of_creation_and_of_use(publisher, subscriber, made, used, slots, consistency):
     dtype = torch.float64 if made == "default dtype" else torch.float32
-    recurrent = used != "compiled" and made != "meta"
-    trainer = Net(recurrent).to(dtype)
+    trainer = Net(recurrent=made != "meta").to(dtype)
     with MADE[made]():
-        worker = Net(recurrent)
+        worker = Net(recurrent=made != "meta")
     x = X.to(dtype)
     pub = publisher(trainer, slots=slots)
-    around = USED.get(used, torch.no_grad)
-    with around() if bound_inside else nullcontext():
-        sub = subscriber(pub, consistency=consistency)
-        if how == "bind_copies":
-            bind_copies(sub, worker)
-        else:
-            sub.bind(worker)
-    torch.compiler.reset()
-    run = torch.compile(worker, backend="aot_eager") if used == "compiled" else worker
+    with USED[used]():
+        subscriber(pub, consistency=consistency).bind(worker)
     for _ in range(2):
-        with around():
-            out = run(x)
+        with USED[used]():
+            out = worker(x)
             with torch.no_grad():
                 torch.testing.assert_close(out, trainer(x))
-            sub.refresh()
-            sub.snapshot()
-            twin, state = copy.deepcopy(worker), worker.state_dict()
-            torch.testing.assert_close(twin(x), out)
-            assert torch.equal(state["first.weight"], trainer.first.weight)
+            torch.testing.assert_close(copy.deepcopy(worker)(x), out)
+            assert torch.equal(worker.state_dict()["first.weight"], trainer.first.weight)
         with torch.no_grad():
             step(trainer)
             trainer.norm.running_mean.add_(1)
@@ -194,16 +161,13 @@ def test_a_tensor_of_inference_mode_that_cannot_be_exchanged_is_refused(publishe
     assert held() is worker.weight
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("published", [False, True])
-@pytest.mark.parametrize("made", [False, True])
-def test_a_trainer_in_inference_mode_publishes(both, made, published, slots):
-    with torch.inference_mode(made):
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_trainer_in_inference_mode_publishes(both, slots):
+    with torch.inference_mode():
         trainer = Net()
     pub, sub = both(trainer, slots=slots)
     with torch.inference_mode(), torch.no_grad():
         step(trainer)
-    with torch.inference_mode(published):
         pub.publish()
         if slots == 1:
             pub.adopt(trainer)
@@ -214,3 +178,29 @@ def test_a_trainer_in_inference_mode_publishes(both, made, published, slots):
     sub.refresh()
     assert torch.equal(sub.weights["norm", "weight"], trainer.norm.weight)
     assert sub.weights["first", "bias"].tolist() == [3] * 4
+
+
+@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
+def test_a_deep_copy_is_made_in_one_section(bound, monkeypatch, consistency):
+    trainer, worker, pub, _ = bound(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 3, consistency)
+    copied, expected = nn.Parameter.__deepcopy__, trainer(X)
+
+    def meanwhile(parameter, memo):
+        step(trainer)
+        pub.publish()
+        return copied(parameter, memo)
+
+    monkeypatch.setattr(nn.Parameter, "__deepcopy__", meanwhile)
+    torch.testing.assert_close(copy.deepcopy(worker)(X), expected)
+
+
+@torch.no_grad()
+def test_a_deep_copy_is_private_and_not_guarded(bound):
+    trainer, worker, pub, _ = bound(Net, 1)
+    twin, expected = copy.deepcopy({"policy": worker})["policy"], trainer(X)
+    again = copy.deepcopy(twin)
+    step(trainer)
+    pub.publish()
+    assert torch.equal(twin(X), expected) and torch.equal(again(X), expected)
+    twin.load_state_dict(trainer.state_dict())
+    assert torch.equal(twin.double()(X.double()), trainer.double()(X.double()))

@@ -61,16 +61,11 @@ class SafePoint(Cover):
 
     def use(self, subscriber: ReadPath) -> None:
         """Make sections of this subscriber's arena from now on. Call it under the lock."""
-        self.enter([subscriber], clones=True)
-
-    @property
-    def subscriber(self) -> ReadPath | None:
-        """Whose sections they are; None after remove()."""
-        return self.paths[0] if self.paths else None
+        self.enter(subscriber, clones=True)
 
     def remove(self) -> None:
         """Give the module its own methods back. Call it under the lock."""
-        self.enter([], clones=False)
+        self.enter(None, clones=False)
         for guard in self._installed:
             guard.remove()
 
@@ -89,9 +84,9 @@ class StatePoint(Proxy):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state_dict(), taken in a section."""
         with self._policy.model_lock:
-            if self._policy.subscriber is None:
+            if self._policy.path is None:
                 return self.inner(*args, **kwargs)
-            with self._policy.subscriber.read():
+            with self._policy.path.read():
                 state = self.inner(*args, **kwargs)
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):  # else keep_vars=True
@@ -113,8 +108,8 @@ class LoadPoint(Proxy):
         """Make the parameters private, and load them, under the lock."""
         with self._policy.model_lock:
             self._policy.clock.flight.due = True  # a collector's state has a version too
-            if self._policy.subscriber is not None:
-                release_bound(self._policy.subscriber, {self.module})
+            if self._policy.path is not None:
+                release_bound(self._policy.path, {self.module})
             return self.inner(*args, **kwargs)
 
 

@@ -224,7 +224,7 @@ class Receiver:
         check = ModuleCheck(subscriber.arena, subscriber.name, copies=copies, absent=beside)
         bound = bindable(module)
         tensors = check.tensors(bound)
-        return Binding(subscriber, bound, check, tensors, taken_over(bound, tensors))
+        return Binding(subscriber, bound, check, tensors, taken_over(bound, tensors, subscriber, self._subscriber))
 
     def _show(self, subscriber: ReadPath, binding: Binding, *, quiet: bool = False) -> None:
         """Let the module show this subscriber's weights, now and in later versions."""

@@ -1,0 +1,97 @@
+"""A bound module whose tensors others replace, load or use in place of its own."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import shmsync
+from support.weights import step
+from support.zoo.kinds import Policy
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_load_state_dict_into_a_bound_module_is_a_typed_error(bound, guard):
+    trainer, worker, _, _ = bound(Policy, guard=guard)
+    state = {key: torch.zeros_like(value) for key, value in trainer.state_dict().items()}
+    outer = nn.ModuleDict({"policy": worker, "other": nn.Linear(1, 1)})
+    for load in (
+        lambda: worker.load_state_dict(state),
+        lambda: worker.load_state_dict(state, assign=True),
+        lambda: worker.encoder.load_state_dict({"net.weight": state["encoder.net.weight"]}, strict=False),
+        lambda: outer.load_state_dict({f"policy.{key}": value for key, value in state.items()}, strict=False),
+    ):
+        with pytest.raises(shmsync.ProtocolError, match=r"load_state_dict\(\) would write .*deepcopy"):
+            load()
+    assert torch.equal(worker.head.weight, trainer.head.weight)
+    outer.load_state_dict({"other.weight": torch.ones(1, 1)}, strict=False)
+    assert outer["other"].weight.item() == 1
+    copy.deepcopy(worker).load_state_dict(state)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@torch.no_grad()
+def test_a_replaced_buffer_is_bound_with_the_next_version(bound, slots):
+    trainer, worker, pub, _ = bound(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), slots)
+    x = torch.randn(3, 4)
+    mine = torch.full((4,), 9.0)
+    worker[1].running_mean = mine
+    worker[1]._buffers["running_var"] = torch.full((7,), 9.0)
+    step(trainer)
+    trainer[1].running_mean = torch.full((4,), 5.0)
+    pub.publish()
+    assert torch.equal(worker(x), trainer(x))
+    assert mine.eq(9).all(), "the tensor that took the place is somebody's"
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("what", ["parameter", "submodule"])
+@torch.no_grad()
+def test_a_replaced_parameter_is_an_error_until_it_is_back_or_bound_again(bound, slots, what):
+    trainer, worker, pub, sub = bound(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), slots)
+    x = torch.randn(3, 4)
+    weight = worker[0].weight
+    other = nn.Parameter(torch.zeros(4, 4))
+    if what == "submodule":
+        worker[0] = nn.Linear(4, 4)
+    else:
+        worker[0].weight = other
+    step(trainer)
+    pub.publish()
+    for _ in range(2):
+        with pytest.raises(shmsync.ManifestMismatch, match="0.weight"):
+            worker(x)
+        assert sub.version == 1
+    assert other.eq(0).all()
+    if what == "submodule":
+        sub.bind(worker)
+    else:
+        worker[0].weight = weight
+    assert torch.equal(worker(x), trainer(x))
+    assert torch.equal(worker(x), trainer(x))
+
+
+@torch.no_grad()
+def test_a_functional_call_uses_its_own_tensors_or_raises(bound):
+    trainer, worker, pub, sub = bound(lambda: nn.Linear(4, 4), 2)
+    x, mine = torch.ones(1, 4), {"weight": torch.eye(4), "bias": torch.zeros(4)}
+    assert torch.equal(torch.func.functional_call(worker, mine, x), x)
+    pub.publish()
+    with pytest.raises(shmsync.ManifestMismatch, match="functional_call"):
+        torch.func.functional_call(worker, mine, x)
+    with sub.read():
+        assert torch.equal(torch.func.functional_call(worker, mine, x), x)
+    assert torch.equal(worker(x), trainer(x))
+    assert torch.equal(mine["weight"], torch.eye(4))
+
+
+@torch.no_grad()
+def test_adapters_that_were_added_to_a_bound_module_are_no_error_where_the_arena_is_a_part(publisher, subscriber):
+    trainer, worker = nn.Linear(4, 4), nn.Linear(4, 4)
+    sub = subscriber(publisher(trainer, include=["weight", "bias"]))
+    sub.bind(worker)
+    worker.register_parameter("lora", nn.Parameter(torch.zeros(2)))
+    assert torch.equal(worker(torch.ones(1, 4)), trainer(torch.ones(1, 4)))
