@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 
-import numpy as np
 import pytest
 import torch
 
@@ -75,15 +74,3 @@ def test_versions_are_whole_numbers(publisher, subscriber):
             sub.wait_version(wrong)
         with pytest.raises(ValueError, match="version"), sub.read(version=wrong):
             pass
-
-
-def test_numbers_of_numpy_are_numbers(publisher):
-    pub = publisher({"w": torch.zeros(4)}, slots=np.int64(2), max_readers=np.uint8(2), timeout=np.float32(5))
-    assert "slots=2" in repr(pub)
-    with shmsync.Subscriber(pub.handle, worker=np.int64(3), timeout=np.float64(5)) as sub:
-        assert sub.wait_version(np.int64(1)) == 1
-        with sub.read(version=np.int64(1), timeout=np.float32(1)) as section:
-            assert section.version == 1
-        assert pub.readers()[0].worker == 3
-        with pytest.raises(shmsync.AckTimeout):
-            pub.publish(wait=np.array([3]), timeout=0.05)
