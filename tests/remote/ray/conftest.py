@@ -1,18 +1,6 @@
-"""One Ray for the tests that need one node of it, and another one for those that need two.
-
-Each runs in one process of pytest-xdist (`--dist loadgroup`), since a process has one Ray at a time.
-"""
-
-from pathlib import Path
+"""One Ray for the tests that need one node of it, and another one for those that need two."""
 
 import pytest
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            nodes = item.path.name == "test_two_nodes.py"
-            item.add_marker(pytest.mark.xdist_group("ray, two nodes" if nodes else "ray"))
 
 
 @pytest.fixture(scope="session")
