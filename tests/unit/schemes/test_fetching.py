@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import gc
 import math
-import secrets
-import socket
 import weakref
 
 import pytest
 import torch
 
 from shmsync.errors import WriterDied
-from shmsync.schemes.link.proved import NONCE, PROOF, proof
 from shmsync.schemes.remote import packed_weights
 from shmsync.schemes.remote.delivery import APART
 from shmsync.schemes.remote.distributed.distributed_scheme import DistributedCarrier
 from shmsync.schemes.remote.location import Location, here
 from shmsync.schemes.remote.packed_weights import Packer, allow_views
 from shmsync.schemes.remote.weight_client import fetch, forget_ended, opened
-from shmsync.schemes.remote.weight_server import ASK, REPLY, TAKE
 from support.holdings import mapping_at
 from support.processes import until
 
@@ -115,32 +111,3 @@ def test_weights_that_were_given_up_are_an_error_that_says_so(sender):
         fetch(ticket)
     delivery = sender.ship(2)
     assert values(fetch(sender.ticket(delivery))) == {2.0}  # over the same connection
-
-
-def connect(ticket, key):
-    """A client that knows this key."""
-    client = socket.create_connection((ticket.weight_server.host, ticket.weight_server.port))
-    client.settimeout(60)
-    ours = secrets.token_bytes(NONCE)
-    client.sendall(ours + proof(key, b"dialler", ours))
-    return client
-
-
-def test_who_does_not_know_the_key_gets_nothing(sender):
-    delivery = sender.ship(1)
-    ticket = sender.ticket(delivery)
-    with connect(ticket, bytes(PROOF)) as stranger:
-        stranger.sendall(ASK.pack(TAKE, ticket.number))
-        heard = b""
-        try:
-            while more := stranger.recv(1 << 16):
-                heard += more
-        except ConnectionResetError:
-            pass
-        assert heard == b""
-    with connect(ticket, ticket.weight_server.secret) as friend:
-        friend.sendall(ASK.pack(TAKE, ticket.number))
-        friend.settimeout(None)
-        assert (
-            len(friend.recv(PROOF + REPLY.size + ticket.size, socket.MSG_WAITALL)) == PROOF + REPLY.size + ticket.size
-        )

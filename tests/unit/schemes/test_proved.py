@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import select
 import socket
@@ -12,7 +11,6 @@ import pytest
 
 from shmsync.schemes.link import proved
 from shmsync.schemes.link.proved import NONCE, PROOF, Dial, Listener, connection_of, proof
-from support.calls import forked_child
 from support.processes import until
 
 HOST = "127.0.0.1"
@@ -112,32 +110,3 @@ def test_a_stranger_is_disconnected(listener, sent, monkeypatch):
     connection = stranger(listener, sent)
     until_ended(listener, connection)
     connection.close()
-
-
-@pytest.mark.parametrize("closing", ["the dialler", "the listener"])
-def test_a_forked_child_keeps_no_connection_alive(listener, closing):
-    ours, theirs = connect(listener)
-    kept, told = os.pipe()
-    ready, forked = os.pipe()
-
-    def in_child():
-        os.close(told)
-        os.write(forked, b"!")  # what runs after a fork in the child has run
-        os.read(kept, 1)  # until the parent ends the test
-
-    child = forked_child(in_child)
-    os.close(kept)
-    try:
-        assert os.read(ready, 1) == b"!"
-        one, other = (ours, theirs) if closing == "the dialler" else (theirs, ours)
-        one.close()
-        with pytest.raises(EOFError):
-            other.recv()
-        other.close()
-        listener.close()
-        with pytest.raises(ConnectionRefusedError):  # the child does not listen either
-            socket.create_connection((HOST, listener.port))
-    finally:
-        for end in (told, ready, forked):
-            os.close(end)
-        os.waitpid(child, 0)

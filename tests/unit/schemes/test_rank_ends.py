@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from itertools import permutations
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from shmsync.schemes.remote.distributed.rank_messages import RankAnswer, RankMes
 from shmsync.schemes.remote.distributed.rank_sender import RankEnd, wait_for
 from shmsync.schemes.remote.location import here
 from shmsync.schemes.remote.packed_weights import Packer
-from shmsync.schemes.remote.remote_requests import Failed, Gone
+from shmsync.schemes.remote.remote_requests import Gone
 from support.processes import until
 from support.remote import ranks
 
@@ -97,36 +96,6 @@ def test_a_message_that_was_posted_before_the_worker_was_there_is_answered(ends)
     assert not end.busy
 
 
-ORDERS = sorted(
-    order
-    for order in set(permutations(["a posts", "a looks", "b posts", "b looks", "worker", "worker"]))
-    if order.index("a posts") < order.index("a looks") and order.index("b posts") < order.index("b looks")
-)
-
-
-def test_two_senders_of_one_rank_get_their_own_answers_in_every_order(ends):
-    inbox, senders = ends.worker(), {"a": ends.sender(), "b": ends.sender()}
-    version = 0
-    for order in ORDERS:
-        calls, waiting = {}, 0
-        for what in (*order, "worker", "worker", "a looks", "b looks"):
-            if what == "worker":
-                if waiting:
-                    received = take(inbox)
-                    inbox.answer(received, f"version {version_of(inbox, received)}")
-                    waiting -= 1
-            elif what.endswith("posts"):
-                version += 1
-                calls[what[0]] = posted(senders[what[0]], version), version
-                waiting += 1
-            else:
-                calls[what[0]][0].finished()
-        for call, number in calls.values():
-            with pytest.raises(Failed, match=f"'version {number}'"):
-                finish(call)
-        assert take(inbox, 0.0) is None, order
-
-
 def test_a_late_answer_takes_nothing_from_the_next_one(ends):
     inbox, end = ends.worker(), ends.sender()
     late, call = posted(end, 1), posted(end, 2)
@@ -136,29 +105,6 @@ def test_a_late_answer_takes_nothing_from_the_next_one(ends):
     assert late.finished() and not call.finished()
     inbox.answer(take(inbox))
     assert finish(call) is None
-
-
-def test_words_are_kept_in_order_and_answer_no_message(ends):
-    inbox, end = ends.worker(), ends.sender()
-    inbox.acknowledge("before anybody came")
-    call = posted(end)
-    inbox.acknowledge("ready")
-    inbox.answer(take(inbox))
-    assert finish(call) is None
-    assert finish(end.wait_word("before anybody came")) is None
-    with pytest.raises(Failed, match="'ready'"):
-        finish(end.wait_word("another"))
-    assert not end.wait_word("none is left").finished()
-
-
-def test_what_a_sender_had_sent_before_its_farewell_is_dropped(ends):
-    inbox, first, second = ends.worker(), ends.sender(), ends.sender()
-    lost = posted(first, 1)
-    first.close()
-    until(lambda: lost.trouble is not None)
-    with pytest.raises(Gone, match="closed"):
-        lost.result()
-    exchange(inbox, second, 2)
 
 
 def test_a_proved_sender_that_sends_no_messages_is_disconnected_and_harms_nobody(ends):

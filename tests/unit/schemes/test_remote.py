@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
-import time
 import weakref
 
 import pytest
@@ -14,7 +12,6 @@ from torch import nn
 
 import shmsync
 from shmsync.engine.outcome import Failure
-from shmsync.schemes.link.serial_executor import SerialExecutor
 from shmsync.schemes.remote import packed_weights as packed_weights_module
 from shmsync.schemes.remote.packed_weights import Packer, allow_views, unpack
 from shmsync.schemes.remote.relay import RelayOptions, close_here, publish_here
@@ -56,17 +53,6 @@ def test_the_end_of_a_worker_is_an_error_in_its_sender_and_not_its_end(end):
     assert type(failure.exception()) is RuntimeError
     assert type(end).__name__ in str(failure.exception())
     assert "test_remote" in failure.trace
-
-
-def test_a_clerk_does_one_task_after_the_other_and_gives_futures():
-    executor, gate, done = SerialExecutor(), threading.Event(), []
-    first, second = executor.give(gate.wait), executor.give(lambda: done.append(1) or 1 / 0)
-    assert not first.done_by(time.monotonic() + 0.05) and done == []
-    gate.set()
-    assert second.done_by(time.monotonic() + 60) and first.done()
-    assert first.result() is True
-    assert isinstance(second.exception(), ZeroDivisionError)
-    executor.close()
 
 
 def test_an_exit_waits_for_a_request_that_is_under_way():

@@ -101,19 +101,6 @@ def test_a_device_where_no_weights_can_lie_is_refused(two, scheme, given, error,
         scheme(device=given)
 
 
-def test_weights_that_travel_come_from_any_device_in_order(two, team):
-    device = two["simulated:0"]
-    made = team(MultiProcessWeightSyncScheme, [None, None], device=[None, "cpu"])
-    net = Stamped(1).to(device.torch_device)
-    tensors = [*net.parameters(), *net.buffers()]
-    with device.on(device.stream()):
-        for value in (2, 3, 4):
-            for tensor in tensors:
-                device.kernel(lambda tensor=tensor, value=value: tensor.data.fill_(value))
-            made.deliver(net)
-            assert made.stamps() == [value, value]
-
-
 def test_a_worker_whose_module_lies_elsewhere_is_refused_before_it_receives(two, team):
     scheme = MultiProcessWeightSyncScheme(device=[None, "simulated:1"])
     ours, theirs = multiprocessing.Pipe()
