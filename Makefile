@@ -39,11 +39,11 @@ planted-faults: $(STAMP)
 DEVICE ?= simulated
 SCHEMES_ON_DEVICES := $(wildcard $(addprefix tests/conformance/,\
   $(addprefix sends/test_,cast.py partial.py receive.py refused.py send.py) \
-  $(addprefix trouble/test_,death.py own_loop.py own_messages.py messages.py threads.py)))
+  $(addprefix trouble/test_,death.py own_loop.py messages.py threads.py)))
 test-device: $(STAMP)
 	export SHMSYNC_TEST_DEVICE=$(DEVICE) && $(PYTEST) -n $(JOBS) $(abspath tests/engine tests/unit/source/test_layouts.py) $(ARGS)
 	export SHMSYNC_TEST_DEVICE=$(DEVICE) SHMSYNC_TEST_TENSORS=host && \
-	  $(PYTEST) -n $(JOBS) -k "shm and forkserver or test_devices" \
+	  $(PYTEST) -n $(JOBS) -k "shm or test_devices" \
 	  $(abspath $(SCHEMES_ON_DEVICES) tests/collectors/test_devices.py)
 
 
