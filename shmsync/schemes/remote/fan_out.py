@@ -18,7 +18,7 @@ from ...errors import ArenaNotFound, ClosedError, WriterDied
 from .location import Location, Site
 from .packed_weights import Announcement, Packer, Stamp
 from .relay import Relay, RelayOptions
-from .remote_carrier import Carrier, LoneWorker
+from .remote_carrier import Carrier
 from .remote_requests import Answered, Call, Destination, Failed, Gone, RemoteSend, Step
 from .remote_transport import RemoteTransport
 
@@ -130,31 +130,7 @@ class FanOut:
         for index, worker in (near or {}).items():
             sending.add(Step(index, worker, partial(worker.post, announcement)))
         for site, members in far.items():
-            if not self._ask_lone(sending, site, members, payload, stamp):
-                self._relay(sending, site, members, payload, restarts=1)
-
-    def _ask_lone(self, sending: RemoteSend, site: Site, members: Workers, payload: Any, stamp: Stamp) -> bool:
-        """Where a node has one worker, and no relay beside it, that one call is enough; is it so?"""
-        if len(members) > 1:
-            if isinstance(self._relays.get(site), LoneWorker):
-                self._relays.pop(site)  # it ends its arena itself, once it has attached to the relay's
-            return False
-        ((index, worker),) = members.items()
-        lone = self._carrier.lone_relay(worker) if worker.connected else None
-        relay = self._relays.get(site)
-        if lone is None or (relay is not None and relay.host is None):
-            return False
-        if relay is not None and relay.host is not worker:
-            self._close_relay(self._relays.pop(site))  # its worker has left
-        self._relays.setdefault(site, lone)
-
-        def then(result: Any) -> None:
-            if isinstance(result, Gone):
-                self._relays.pop(site, None)
-
-        start = partial(self._carrier.lone_call, worker, payload, self._options, stamp)
-        sending.add(Step(index, worker, start, then))
-        return True
+            self._relay(sending, site, members, payload, restarts=1)
 
     def _relay(self, sending: RemoteSend, site: Site, members: Workers, payload: Any, *, restarts: int) -> None:
         sending.unreached.update(members.keys() - set(sending.outcome.done))

@@ -17,7 +17,6 @@ from ...errors import ClosedError, ProtocolError, WriterBusy
 from ...memory.control import leftovers
 from ..arenas.publishers import ALL, ArenaOptions, Publishers, write
 from .packed_weights import Announcement, Stamp, allow_views, stamp_of
-from .weight_client import opened
 
 _READERS = 256  # for which an arena has rows twice over; they are 128 bytes each
 
@@ -58,11 +57,6 @@ class Relay:
         """The newest version of a model here; 0: none yet."""
         return self._publishers.version(model_id)
 
-    def publishes(self, announced: Announcement) -> bool:
-        """Is that arena one of these?"""
-        publisher = self._publishers.only(announced.stamp.model_id)
-        return publisher is not None and bool(publisher.handle == announced.handle)
-
     def close(self) -> None:
         """End the arenas. Idempotent."""
         self._publishers.close()
@@ -73,21 +67,6 @@ def _stamp(weights: Any) -> Stamp:
     if stamp is None:
         raise ProtocolError("a relay publishes what a sender of shmsync sent, and these weights have no stamp")
     return stamp
-
-
-class Unpublished(NamedTuple):
-    """Weights for the only worker of a node: it publishes them there itself, and uses them, in one call.
-
-    WeightReceiver.apply_weights() takes it like any weights.
-    """
-
-    stamp: Stamp
-    options: RelayOptions
-    content: Any  # weights, or what they are fetched with
-
-    def publish(self) -> Announcement:
-        """Raises as publish_here() does, and as fetch()."""
-        return publish_here(self.options, opened(self.content))
 
 
 _hosted: dict[tuple[str, str], Relay] = {}  # by session and model, in a worker that is its node's relay
@@ -117,17 +96,6 @@ def close_here(session: str, *, ended: bool) -> None:
             _ended.add(session)
         relays = _take_out(lambda of, _: of == session)
     _close(relays)
-
-
-def leave_to(announced: Announcement) -> None:
-    """End what this process relays of a model: its node has another relay now, if that is not this process."""
-    with _hosted_lock:
-        key = announced.stamp.session, announced.stamp.model_id
-        relay = _hosted.get(key)
-        if relay is None or relay.publishes(announced):
-            return
-        del _hosted[key]
-    _close([relay])
 
 
 def _take_out(which: Callable[[str, str], bool]) -> list[Relay]:

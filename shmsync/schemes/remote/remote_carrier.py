@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from .location import Location, Site, here
-from .packed_weights import PackedWeights, Stamp
+from .packed_weights import PackedWeights
 from .relay import RelayOptions
 from .remote_requests import Call, Destination
 
@@ -27,15 +27,8 @@ class HostedRelay(Destination):
         self.host = host
 
 
-class LoneWorker(HostedRelay):
-    """Stands for the only worker of a node, where other nodes have relays of another kind."""
-
-
 class Carrier(ABC):
     """One kind of network, for one sender or one transport."""
-
-    piece_bytes: int | None = None  # weights travel in pieces of about that size; None: in one
-    shared_from: int | None = None  # packed weights of so many bytes and more lie where other processes may map them
 
     def payload(self, packed_weights: PackedWeights, deadline: float) -> Any:
         """What is sent: made once for each send, and then given to every start_call() and relay_call().
@@ -69,17 +62,6 @@ class Carrier(ABC):
     @abstractmethod
     def relay_call(self, relay: Any, payload: Any, options: RelayOptions) -> Call:
         """Let a relay publish weights; the answer is an Announcement. In a worker, publish_here() does it."""
-
-    def lone_relay(self, worker: Any) -> Destination | None:
-        """What stands for the only worker of a node, if it can be asked to publish and use weights in one call.
-
-        None: its node has a relay like any other.
-        """
-        return None
-
-    def lone_call(self, worker: Any, payload: Any, options: RelayOptions, stamp: Stamp) -> Call:
-        """Let the only worker of a node publish weights and use them (see Unpublished)."""
-        raise NotImplementedError
 
     @abstractmethod
     def close_relay(self, relay: Any, session: str, *, until: float | None) -> None:

@@ -19,8 +19,6 @@ from ..context_args import Arguments, named_content
 from ..link.timed_queue import TimedQueue
 from ..receiver import WeightReceiver
 from .packed_weights import Announcement, Stamp, allow_views, stamp_of
-from .relay import Unpublished, leave_to
-from .weight_client import forget_ended
 
 _receivers: weakref.WeakSet[RemoteReceiver] = weakref.WeakSet()  # of this process
 
@@ -86,8 +84,6 @@ class RemoteReceiver(WeightReceiver):
             if stamp and known and stamp.session == known.session and stamp.version <= known.version:
                 return
             model = self._resolve_model_ref()
-            if isinstance(weights, Unpublished):
-                weights = weights.publish()
             if isinstance(weights, Announcement):
                 self._use_arena(weights, model)
             else:
@@ -124,7 +120,6 @@ class RemoteReceiver(WeightReceiver):
         with self._applying:
             self._closed = True  # a call that is still on its way would attach again
             self.subscriptions.close()
-        forget_ended()
 
     def _use_arena(self, announcement: Announcement, model: Any) -> None:
         if self._closed:
@@ -132,5 +127,4 @@ class RemoteReceiver(WeightReceiver):
         if self._handle != announcement.handle:  # the first, or of a relay that took another's place
             self.subscriptions.switch(self._model_id, announcement.handle, self._worker_idx, model)
             self._handle = announcement.handle
-            leave_to(announcement)
         self.subscriptions.use(self._model_id, announcement.stamp.version, model)

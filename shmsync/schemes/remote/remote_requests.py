@@ -9,7 +9,6 @@ that does not answer costs one message, not one for each send, and its late answ
 
 from __future__ import annotations
 
-import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
@@ -23,7 +22,6 @@ from ...engine.outcome import Failure, Outcome, Wording
 from ...errors import WriterBusy
 from .location import Location
 
-_log = logging.getLogger("shmsync")
 SLICE = 0.05  # seconds; how long a wait lasts before everything is looked at again
 WORDING = Wording("its process may be starting, stopped, or busy with a call that came before")
 
@@ -49,10 +47,6 @@ class Failed(Exception):
         self.failure = failure
 
 
-class Unreached(ConnectionError):
-    """The worker cannot reach the sender's weight server, so the weights have to come by the network's own means."""
-
-
 class Call(ABC):
     """A request under way. Each kind of network has its own."""
 
@@ -64,7 +58,7 @@ class Call(ABC):
 
     @abstractmethod
     def result(self) -> Any:
-        """The answer, once it is finished. Raises Gone, Failed; Unreached when it could not fetch the weights."""
+        """The answer, once it is finished. Raises Gone, Failed."""
 
 
 class Answered(Call):
@@ -89,7 +83,6 @@ class Destination:
     location: Location | None = None  # where it runs, once that is known
     dead = False  # a request has found it so
     reported = False  # and a send has reported it: later ones leave it out
-    out_of_reach: str | None = None  # why it cannot fetch weights: they go by the network's own means
     host: Destination | None = None  # of a relay: the worker in whose process it is; None: a separate process
     starting: _native.WriterLock  # held by the thread that starts a request
 
@@ -98,10 +91,6 @@ class Destination:
         made = super().__new__(cls)
         made.starting = _native.WriterLock()
         return made
-
-    def fetches(self, delivery: Any) -> bool:
-        """Is it to fetch weights of this delivery from the weight server?"""
-        return self.out_of_reach is None
 
     @property
     def busy(self) -> bool:
@@ -200,9 +189,6 @@ class RemoteSend:
             result = step.call.result()
             if record is True and step.name not in outcome.done:
                 outcome.done.append(step.name)
-        except Unreached as error:
-            self._fall_back_to_network(step, str(error))
-            return
         except Gone as gone:
             result = gone
             step.destination.location = None  # after a restart it may be elsewhere
@@ -219,17 +205,6 @@ class RemoteSend:
             outcome.failed[step.name] = result.failure
         if step.then is not None:
             step.then(result)
-
-    def _fall_back_to_network(self, step: Step, why: str) -> None:
-        """The worker could not fetch the weights: from now on they are sent to it without a ticket."""
-        if step.destination.call is step.call:
-            step.destination.call = None
-        step.call = None
-        if step.destination.out_of_reach is None:
-            step.destination.out_of_reach = why
-            who = f"worker {step.name}" if isinstance(step.name, int) else step.name
-            _log.warning("%s cannot fetch weights from here (%s); they go by the network's own means", who, why)
-        self._look(step)
 
 
 def _order(name: Any) -> tuple[bool, Any]:

@@ -130,7 +130,7 @@ class RemoteSender(WeightSender):
         self._version = 0
         scheme = self._scheme
         self._carrier = scheme.create_carrier()
-        self._packer = Packer(self._carrier.piece_bytes, shared_from=self._carrier.shared_from)
+        self._packer = Packer()
         self._roster: Roster | None = None
         self._fan_out: FanOut | None = None
         self._sent_leaves = SentLeaves()  # with fan-out and partial=True: an arena that is made later has all of them

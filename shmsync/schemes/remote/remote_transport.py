@@ -35,7 +35,7 @@ class RemoteTransport(Destination, ABC):
         self.timeout = timeout_or_default(timeout, DEFAULT_TIMEOUT)
         self._send_locks = [SendLock()]
         self._carrier = carrier
-        self._packer = Packer(carrier.piece_bytes, shared_from=carrier.shared_from)
+        self._packer = Packer()
         self._sent = 0
         self._pending: tuple[RemoteSend, str] | None = None
         self.key: Any = None  # by which its sender's Roster knows the worker

@@ -18,11 +18,3 @@ def crew(one_ray):
     from support.remote import ray_parts
 
     return ray_parts.start(RayWeightSyncScheme(), 2)
-
-
-@pytest.fixture
-def by_the_store(monkeypatch):
-    """Weights go through Ray's object store, as where workers cannot reach the trainer."""
-    from shmsync.schemes.remote.delivery import DeliveryCarrier
-
-    monkeypatch.setattr(DeliveryCarrier, "_find_server", lambda carrier: None)

@@ -28,7 +28,7 @@ def puts(monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["transport", "scheme"])
-def test_nixl_is_what_put_is_asked_for_and_the_object_store_for_nothing(crew, puts, how, by_the_store):
+def test_nixl_is_what_put_is_asked_for_and_the_object_store_for_nothing(crew, puts, how):
     scheme = RayWeightSyncScheme(tensor_transport="nixl")
     scheme.init_on_sender("policy", remote_collectors=crew)
     if how == "transport":
@@ -41,7 +41,7 @@ def test_nixl_is_what_put_is_asked_for_and_the_object_store_for_nothing(crew, pu
     assert [options for _, options in puts] == [{"_tensor_transport": "nixl"}] * (1 if how == "transport" else 2)
     assert all(isinstance(packed_weights, PackedWeights) for packed_weights, _ in puts)
     # The other side may read them at any time, so no two sends share their memory.
-    addresses = [packed_weights.pieces[0].data_ptr() for packed_weights, _ in puts]
+    addresses = [packed_weights.buffer.data_ptr() for packed_weights, _ in puts]
     assert len({*addresses}) == len(addresses)
     RayTransport(crew[0]).send_weights("policy", parts.net(3.0).state_dict())
     assert puts[-1][1] == {}

@@ -151,7 +151,4 @@ def test_a_trainer_that_ends_without_shutdown_leaves_no_arena_of_its_relays():
     assert processes.segments(pid) == []
 
 
-# ---- weights that are fetched from the trainer
-
-
 # ---- when a process of Ray's is stopped, no call outlives its deadline by more than a tenth of a second

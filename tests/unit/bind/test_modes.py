@@ -181,7 +181,7 @@ def apply(arenas, way):
 def pack_and_unpack(arenas, way):
     given = Net(2).state_dict()
     packed_weights = way(lambda: Packer().pack(given, "policy", 1))
-    return way(lambda: unpack(packed_weights.label, *packed_weights.pieces))
+    return way(lambda: unpack(packed_weights.label, packed_weights.buffer))
 
 
 def pickle_and_back(arenas, way):

@@ -111,7 +111,7 @@ def test_a_proved_sender_that_sends_no_messages_is_disconnected_and_harms_nobody
     inbox, liar, end = ends.worker(), ends.sender(), ends.sender()
     posted(liar)
     inbox.answer(take(inbox))
-    for wrong in (("weights", 3), RankAnswer(1, "updated"), RankMessage("one", "bytes", b"", 0, 0, None, False)):
+    for wrong in (("weights", 3), RankAnswer(1, "updated"), RankMessage("one", "bytes", b"", 0, 0, None)):
         liar.channel.send(pickle.dumps(wrong))
         with pytest.raises(RuntimeError, match="no message of this scheme"):
             take(inbox)

@@ -75,7 +75,7 @@ def test_weights_that_others_see_too_are_a_copy_unless_they_are_only_read(reads,
     # Receivers of earlier tests may still be alive in this process.
     monkeypatch.setattr(packed_weights_module, "_readers", weakref.WeakKeyDictionary())
     packed_weights = Packer().pack({"w": torch.ones(8)}, "policy", 1)
-    shared = packed_weights.pieces[0].numpy()
+    shared = packed_weights.buffer.numpy()
 
     class Reader:
         """Copies weights, as a receiver does."""

@@ -18,10 +18,9 @@ from ....engine.source.strategy import Form, WeightStrategy
 from ....engine.subscriber import Consistency
 from ...context_args import Arguments
 from ...link.send_lock import TryHold
-from ..delivery import DeliveryCarrier
-from ..location import Site, here
-from ..packed_weights import Stamp
+from ..location import Site
 from ..relay import RelayOptions
+from ..remote_carrier import Carrier
 from ..remote_receiver import RemoteReceiver
 from ..remote_requests import Call, Destination, RemoteSend, Step
 from ..remote_scheme import RemoteScheme, Roster
@@ -34,15 +33,11 @@ from .rank_sender import RankEnd, wait_for
 _STRATEGY = WeightStrategy()
 
 
-class DistributedCarrier(DeliveryCarrier):
+class DistributedCarrier(Carrier):
     """torch.distributed: the relay of a node is the first of its ranks that lives.
 
     A rank takes one message at a time, so there is no HostedRelay: messages for the relay and for the rank take turns.
-    Ranks that share memory with this process read the weights where they lie; to others the process group moves them.
     """
-
-    def __init__(self) -> None:
-        super().__init__(lambda: "127.0.0.1", here)
 
     @override
     def wait(self, calls: Collection[Call], seconds: float) -> None:
@@ -61,14 +56,6 @@ class DistributedCarrier(DeliveryCarrier):
     @override
     def relay_call(self, relay: DistributedTransport, payload: Any, options: RelayOptions) -> Call:
         return relay.sender_end.post(payload, relay=options)
-
-    @override
-    def lone_relay(self, worker: DistributedTransport) -> DistributedTransport:
-        return worker
-
-    @override
-    def lone_call(self, worker: DistributedTransport, payload: Any, options: RelayOptions, stamp: Stamp) -> Call:
-        return worker.sender_end.post(payload, relay=options, lone=True)
 
     @override
     def close_relay(self, relay: DistributedTransport, session: str, *, until: float | None) -> None:
@@ -132,7 +119,7 @@ class DistributedTransport(RemoteTransport):
 
     @override
     def start_call(self, payload: Any) -> Call:
-        return self.sender_end.post(payload, near=self.out_of_reach is None)
+        return self.sender_end.post(payload)
 
     def send_initial_weights(self, weights: Any) -> None:
         """Send weights without the store, to a worker that is in receive_initial_weights(), which asks rank 0 for them.

@@ -27,7 +27,6 @@ from ...link.serial_executor import GRACE, Task
 from ..location import Address, here
 from ..packed_weights import Announcement, Label, unpack
 from ..relay import RelayOptions, close_here, publish_here
-from ..weight_client import fetch
 from .group_transfers import receive
 from .rank_address import own_host, read_address, store_errors, write_address
 from .rank_messages import FAILED, UNTAKEN, UPDATED, RankAnswer, RankMessage, RelayEnd, wrong_with
@@ -243,8 +242,6 @@ class Inbox:
                 if self._buffer.numel() != message.size:
                     self._buffer = torch.empty(message.size, dtype=torch.uint8, device="cpu")
                 receive(self._buffer, message.source, message.number)
-            elif message.kind == "ticket":
-                received.content = _fetched(pickle.loads(message.body))
         except WriterDied:
             raise
         except Exception as error:  # no memory, no process group: the bytes stay there, and no worker will take them
@@ -256,15 +253,6 @@ class Inbox:
             except Exception as error:
                 self.fail(received, error)
                 return
-            if not message.lone:
-                self.answer(received, UPDATED, received.content)
-                return
+            self.answer(received, UPDATED, received.content)
+            return
         self._received = received
-
-
-def _fetched(ticket: Any) -> Any:
-    """The weights. Raises what is no death of the sender: it may have given them up, and lives."""
-    try:
-        return fetch(ticket)
-    except WriterDied as error:
-        raise ProtocolError(str(error)) from error

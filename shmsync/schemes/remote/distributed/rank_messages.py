@@ -16,19 +16,17 @@ class RankMessage(NamedTuple):
     """Weights for a rank. Only plain values, so that it always unpickles; what may fail to is in `body`.
 
     number: the tag of its bytes too: those of one that was not taken are not taken for another's.
-    body: a pickled Label, FetchTicket or Announcement, by `kind`.
+    body: a pickled Label or Announcement, by `kind`.
     source, size: with a Label: the rank that sends so many bytes under this number.
     relay: RelayOptions, if this rank publishes them for its node.
-    lone: it has the node for itself, and uses what it has published.
     """
 
     number: int
-    kind: Literal["bytes", "ticket", "announcement"]
+    kind: Literal["bytes", "announcement"]
     body: bytes
     source: int
     size: int
     relay: tuple[Any, ...] | None
-    lone: bool
 
 
 class RelayEnd(NamedTuple):
@@ -54,7 +52,7 @@ class RankAnswer(NamedTuple):
 
 
 _KINDS: dict[type, tuple[tuple[type, ...], ...]] = {
-    RankMessage: ((int,), (str,), (bytes,), (int,), (int,), (tuple, type(None)), (bool,)),
+    RankMessage: ((int,), (str,), (bytes,), (int,), (int,), (tuple, type(None))),
     RelayEnd: ((str,), (bool,)),
     Farewell: (),
     RankAnswer: ((int, type(None)), (str,), (Failure, Announcement, type(None))),

@@ -30,12 +30,10 @@ from ....memory.system.process import pid_of
 from ...link.connection import Channel
 from ...link.proved import Dial, connection_of
 from ...link.serial_executor import GRACE, Task
-from ..delivery import Delivery
-from ..location import Address, Location, Site, here, is_loopback
+from ..location import Address, here, is_loopback
 from ..packed_weights import Announcement, PackedWeights
 from ..relay import RelayOptions
-from ..remote_requests import Call, Failed, Gone, Unreached
-from ..weight_server import FetchTicket
+from ..remote_requests import Call, Failed, Gone
 from .group_transfers import SENDER, need_group
 from .rank_address import StoreThread, read_address, thread_of
 from .rank_messages import UNTAKEN, UPDATED, Farewell, RankAnswer, RankMessage, RelayEnd, wrong_with
@@ -75,8 +73,6 @@ class RankCall(Call):
             raise self.trouble
         _, word, content = self.answer
         if isinstance(content, Failure):
-            if isinstance(unreached := content.exception(), Unreached):
-                raise unreached
             raise Failed(content)
         if word != self.end.expected:
             raise Failed(f"it answered {word!r}")
@@ -86,21 +82,18 @@ class RankCall(Call):
 class MessageCall(RankCall):
     """A message, until its answer is there."""
 
-    def __init__(self, end: RankEnd, payload: Any, ticket: FetchTicket | None, relay: RelayOptions | None, lone: bool):
+    def __init__(self, end: RankEnd, payload: Any, relay: RelayOptions | None) -> None:
         super().__init__(end)
         self.number = next(_numbers) & 0x7FFFFFFF
         self.payload = payload
         self.sent = False
-        self._ticket = ticket
-        self._how = None if relay is None else tuple(relay), lone
+        self._relay = None if relay is None else tuple(relay)
 
-    def send(self, channel: Channel, location: Location) -> None:
+    def send(self, channel: Channel) -> None:
         """On the store's thread: send it, and its bytes."""
         kind, body, size, payload = "bytes", b"", 0, self.payload
         if isinstance(payload, Announcement):
             kind, body = "announcement", pickle.dumps(payload)
-        elif self._ticket is not None and Site.of(location) == Site.of(here()):
-            kind, body = "ticket", pickle.dumps(self._ticket)
         else:
             body, size = pickle.dumps(payload.label), payload.buffer.nbytes
         if size:  # first: a rank that has the message waits for them
@@ -111,14 +104,14 @@ class MessageCall(RankCall):
             _transfers[self.number] = work, payload
         self.sent = True
         source = torch.distributed.get_rank() if torch.distributed.is_initialized() else SENDER
-        channel.send(small(RankMessage(self.number, kind, body, source, size, *self._how)))  # type: ignore[arg-type]
+        channel.send(small(RankMessage(self.number, kind, body, source, size, self._relay)))  # type: ignore[arg-type]
 
     def accept(self, answer: RankAnswer) -> None:
         """This is the answer to it."""
         self.answer = answer
         if answer.word != UNTAKEN:
             _transfers.pop(self.number, None)
-            self.payload = self._ticket = None  # so that the next send may have the buffer
+            self.payload = None  # so that the next send may have the buffer
 
 
 class NewsCall(RankCall):
@@ -172,21 +165,16 @@ class RankEnd:
 
     # For callers, on any thread.
 
-    def post(self, payload: Any, relay: RelayOptions | None = None, *, lone: bool = False, near: bool = False) -> Call:
-        """Send packed weights, a delivery or an announcement. Raises ProtocolError when a process group is needed.
+    def post(self, payload: Any, relay: RelayOptions | None = None) -> Call:
+        """Send packed weights or an announcement. Raises ProtocolError when a process group is needed.
 
         Args:
             payload: what to send.
             relay: the rank publishes it for its node, and answers where.
-            lone: it has the node for itself, and uses what it has published.
-            near: it may read the weights where they lie, if it shares memory with this process.
         """
-        ticket = None
-        if isinstance(payload, Delivery):
-            payload, ticket = payload.packed_weights, payload.ticket if near else None
         if isinstance(payload, PackedWeights) and payload.buffer.numel():
             need_group()
-        return self._begin(MessageCall(self, payload, ticket, relay, lone))
+        return self._begin(MessageCall(self, payload, relay))
 
     def wait_word(self, word: str) -> Call:
         """The next word of the worker's own, which should be this one."""
@@ -273,10 +261,10 @@ class RankEnd:
             self._hand(weakref.ref(self))
 
     def _send_all(self) -> None:
-        assert self.channel is not None and self.address is not None
+        assert self.channel is not None
         for call in [each for each in self._calls.values() if not each.sent]:
             try:
-                call.send(self.channel, self.address.location)
+                call.send(self.channel)
             except Exception as error:  # no process group; what cannot be pickled; a channel that a fork has closed
                 self._drop([call], error)
 

@@ -1,29 +1,22 @@
-"""The carrier of Ray: weights in its object store, relays as actors that it starts where they are needed.
-
-Whether weights are fetched from the trainer or go through the store is decided in ../delivery.py, and for a worker that
-could not fetch in ../remote_requests.py.
-"""
+"""The carrier of Ray: weights in its object store, relays as actors that it starts where they are needed."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, Literal
 
 from typing_extensions import override
 
-from ....engine.outcome import Failure
 from ....errors import AckTimeout, ProtocolError
 from ...link.serial_executor import GRACE, SerialExecutor, Task
-from ..delivery import Delivery, DeliveryCarrier
-from ..location import Location, Site, here
+from ..location import Location, Site
 from ..packed_weights import PackedWeights
-from ..relay import Relay, RelayOptions, close_here
-from ..remote_carrier import LoneWorker
-from ..remote_requests import SLICE, Call, Destination, Failed, Gone
-from ..weight_client import fetched
+from ..relay import Relay, RelayOptions
+from ..remote_carrier import Carrier
+from ..remote_requests import SLICE, Call, Destination, Gone
 from .ray_requests import RayCall, look, require_running
 
 TensorTransport = Literal["object_store", "nixl"]
@@ -48,7 +41,7 @@ class ActorRelay(Destination):
         return self.actor
 
 
-class RayCarrier(DeliveryCarrier):
+class RayCarrier(Carrier):
     """Ray.
 
     Args:
@@ -59,29 +52,11 @@ class RayCarrier(DeliveryCarrier):
 
     def __init__(self, tensor_transport: TensorTransport = "object_store") -> None:
         check_tensor_transport(tensor_transport)
-        super().__init__(_host, location_to_fetch)
         self._tensor_transport = tensor_transport
         self._executor = SerialExecutor()  # asks Ray
-        if tensor_transport == "nixl":
-            self.shared_from = None
 
     @override
-    def payload(self, packed_weights: PackedWeights, deadline: float) -> Delivery:
-        """Actors fetch them: Ray moves only a small call. Small ones, and nixl's, go into the object store."""
-        require_running()
-        if packed_weights.memory is None:
-            reference = self.stored(packed_weights, deadline)
-            return Delivery(packed_weights, None, lambda start: start(reference))
-        stored: list[Task] = []  # for actors that cannot fetch them
-
-        def start_by_network(start: Callable[[Any], Call]) -> Call:
-            if not stored:
-                stored.append(self._executor.give(partial(_put, packed_weights, self._tensor_transport)))
-            return StartedCall(self._executor.give(lambda: start(_result(stored[0]))))
-
-        return self.ship(packed_weights, deadline, start_by_network)
-
-    def stored(self, packed_weights: PackedWeights, deadline: float) -> Any:
+    def payload(self, packed_weights: PackedWeights, deadline: float) -> Any:
         """Put the weights into the object store, once for all workers, which see the one copy of their node."""
         require_running()
         # On the executor's thread: the object store is in a process of Ray's, which may be stopped, or full.
@@ -123,28 +98,19 @@ class RayCarrier(DeliveryCarrier):
 
     @override
     def relay_call(self, relay: ActorRelay, payload: Any, options: RelayOptions) -> Call:
-        def start(content: Any) -> Call:
-            content = fetched(content)
-            if relay.actor is not None:
-                return RayCall(relay.actor.publish.remote(content), content)
-            return StartedCall(self._executor.give(lambda: RayCall(relay.started().publish.remote(content), content)))
-
-        return payload.start(relay, start)
+        if relay.actor is not None:
+            return RayCall(relay.actor.publish.remote(payload), payload)
+        return StartedCall(self._executor.give(lambda: RayCall(relay.started().publish.remote(payload), payload)))
 
     @override
-    def lone_relay(self, worker: Any) -> LoneWorker:
-        return LoneWorker(worker)
-
-    @override
-    def close_relay(self, relay: ActorRelay | LoneWorker, session: str, *, until: float | None) -> None:
-        closed = self._executor.give(partial(_close_relay, relay, session, until))
+    def close_relay(self, relay: ActorRelay, session: str, *, until: float | None) -> None:
+        closed = self._executor.give(partial(_close_relay, relay, until))
         if until is not None and closed.done_by(until + GRACE):
             closed.result()
 
     @override
     def close(self) -> None:
         self._executor.close()
-        super().close()
 
 
 def _put(packed_weights: PackedWeights, tensor_transport: TensorTransport) -> Any:
@@ -152,11 +118,11 @@ def _put(packed_weights: PackedWeights, tensor_transport: TensorTransport) -> An
 
     if tensor_transport == "object_store":
         # As an array: Ray writes its bytes straight into the store, where a tensor would be pickled first.
-        return ray.put(PackedWeights(packed_weights.label, [packed_weights.buffer.numpy()]))
+        return ray.put(PackedWeights(packed_weights.label, packed_weights.buffer.numpy()))
     try:
         # A separate tensor: the other side may read it at any time.
         return ray.put(
-            PackedWeights(packed_weights.label, [packed_weights.buffer.clone()]), _tensor_transport=tensor_transport
+            PackedWeights(packed_weights.label, packed_weights.buffer.clone()), _tensor_transport=tensor_transport
         )
     except Exception as error:
         raise ProtocolError(
@@ -166,34 +132,17 @@ def _put(packed_weights: PackedWeights, tensor_transport: TensorTransport) -> An
         ) from error
 
 
-def _result(stored: Task) -> Any:
-    """The reference. On the executor's thread, after it was stored; Failed says why it was not."""
-    try:
-        return stored.result()
-    except Exception as error:
-        raise Failed(Failure.of(error)) from error
-
-
-def _close_relay(relay: ActorRelay | LoneWorker, session: str, until: float | None) -> None:
-    """End what it publishes for this session. `until`: the sender ends, and waits until then."""
+def _close_relay(relay: ActorRelay, until: float | None) -> None:
+    """End what it publishes. `until`: the sender ends, and waits until then."""
     import ray
 
-    holder: Any = relay.host if isinstance(relay, LoneWorker) else relay
-    if holder.actor is None or holder.dead or not ray.is_initialized():
+    if relay.actor is None or relay.dead or not ray.is_initialized():
         return
     with contextlib.suppress(Exception):  # it is dead, or Ray is going down
-        if isinstance(relay, LoneWorker):
-            closed = holder.actor.__ray_call__.remote(_close_there, session, until is not None)
-        else:
-            closed = holder.actor.close.remote()  # a killed one would leave its segment
+        closed = relay.actor.close.remote()  # a killed one would leave its segment
         if until is not None:
             ray.wait([closed], timeout=max(0.0, until - time.monotonic()))
-            if isinstance(relay, ActorRelay):
-                ray.kill(holder.actor)  # else Ray ends it, when the last handle is gone
-
-
-def _close_there(_actor: Any, session: str, ended: bool) -> None:
-    close_here(session, ended=ended)
+            ray.kill(relay.actor)  # else Ray ends it, when the last handle is gone
 
 
 class StartedCall(Call):
@@ -229,19 +178,6 @@ def check_tensor_transport(tensor_transport: str) -> None:
 def on_node(node: str) -> Location:
     """What is known of a process under Ray: its node."""
     return Location(node, "", 0, 0, 0)
-
-
-def location_to_fetch() -> Location:
-    """Where the calling process runs. Processes of one user on one node of Ray share memory."""
-    import ray
-
-    return here(ray.get_runtime_context().get_node_id())
-
-
-def _host() -> str:
-    import ray
-
-    return str(ray.util.get_node_ip_address())
 
 
 def location_of_caller(_actor: Any = None) -> Location:

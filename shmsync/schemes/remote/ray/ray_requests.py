@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from ....engine.outcome import Failure
 from ....errors import ProtocolError
-from ..remote_requests import Call, Failed, Gone, Unreached
+from ..remote_requests import Call, Failed, Gone
 
 
 def require_ray(user: str) -> Any:
@@ -56,10 +56,6 @@ class RayCall(Call):
         try:
             return ray.get(self.reference)
         except exceptions.RayTaskError as error:
-            cause = getattr(error, "cause", None)
-            cause = getattr(cause, "client_exc", cause)  # of what was raised while an argument was unpickled
-            if isinstance(cause, Unreached):
-                raise cause from error
             raise Failed(failure_of(error)) from error
         except gone as error:
             final = not isinstance(error, exceptions.ActorUnavailableError)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from functools import partial
 from typing import Any, Literal
 
@@ -12,12 +11,10 @@ from ....engine.source.dtypes import Dtypes
 from ....engine.source.strategy import Form
 from ....engine.subscriber import Consistency
 from ...context_args import Arguments, find_object
-from ..delivery import Delivery
 from ..remote_receiver import RemoteReceiver
-from ..remote_requests import Call, Gone
+from ..remote_requests import Call
 from ..remote_scheme import RemoteScheme, RemoteSender, Roster
 from ..remote_transport import RemoteTransport
-from ..weight_client import fetched
 from .ray_carrier import RayCarrier, TensorTransport, check_tensor_transport
 from .ray_requests import RayCall, invoke, require_ray
 
@@ -49,7 +46,6 @@ class RayTransport(RemoteTransport):
         self.actor = remote_collector
         self.tensor_transport = tensor_transport
         super().__init__(RayCarrier(tensor_transport), timeout)
-        self._found: Call | None = None
 
     @property
     @override
@@ -58,26 +54,8 @@ class RayTransport(RemoteTransport):
 
     @override
     def start_call(self, payload: Any) -> Call:
-        return payload.start(self, self.ask) if isinstance(payload, Delivery) else self.ask(payload)
-
-    @override
-    def fetches(self, delivery: Delivery) -> bool:
-        return not delivery.one_copy_per_node(self, self._node()) and super().fetches(delivery)
-
-    def _node(self) -> str | None:
-        """Of Ray, on which the actor runs, once that is known."""
-        if self._found is None and hasattr(self.actor, "_actor_id"):
-            self._found = self._carrier.locate(self)
-        with contextlib.suppress(Gone):
-            if self._found is not None and self._found.finished():
-                return str(self._found.result().node)
-        return None
-
-    def ask(self, content: Any) -> Call:
-        """Call the actor with `content`: weights, a ticket for them, or an Announcement."""
         method, argument = self._method
-        content = fetched(content)
-        return RayCall(invoke(self.actor, method, argument, content), content)
+        return RayCall(invoke(self.actor, method, argument, payload), payload)
 
     @property
     def _method(self) -> tuple[str, str]:
@@ -187,7 +165,6 @@ class RayActorTransport(RayTransport):
     def set_actor(self, actor_ref: Any) -> None:
         """Reach this actor from now on."""
         self.actor = actor_ref
-        self._found = None  # it is not known on which node this one is
 
     @property
     @override

@@ -223,7 +223,7 @@ class RayWeightUpdater(WeightUpdaterBase):
         weights = super()._maybe_map_weights(policy_or_weights)
         packed_weights = self._packer.pack(weights, "policy", self._pushes + 1)
         self._pushes += 1
-        return self._carrier.stored(packed_weights, math.inf)
+        return self._carrier.payload(packed_weights, math.inf)
 
     def _skip_update(self, worker_id: int) -> bool:
         transport = self._transport(worker_id)

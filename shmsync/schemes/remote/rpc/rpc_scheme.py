@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import queue
-import socket
 import time
 from collections.abc import Collection
 from functools import partial
@@ -18,14 +17,12 @@ from ....errors import ProtocolError
 from ...context_args import Arguments
 from ...link.serial_executor import SerialExecutor
 from ...link.timed_queue import TimedQueue
-from ..delivery import Delivery, DeliveryCarrier
 from ..location import here
 from ..relay import RelayOptions, close_here, publish_here
-from ..remote_carrier import HostedRelay
-from ..remote_requests import Call, Failed, Gone, Unreached
+from ..remote_carrier import Carrier
+from ..remote_requests import Call, Failed, Gone
 from ..remote_scheme import RemoteScheme, Roster
 from ..remote_transport import RemoteTransport
-from ..weight_client import opened
 
 _keys = itertools.count()
 _under_way: dict[int, tuple[Any, ...]] = {}  # arguments of the calls that are not answered
@@ -79,8 +76,6 @@ class RPCCall(Call):
             if "On WorkerInfo(" in str(error):  # how torch marks what the other side raised
                 raise Failed(Failure(None, None, str(error).splitlines()[0], str(error))) from error
             raise Gone(self._explain(error)) from error
-        if isinstance(answer, Unreached):
-            raise answer
         if isinstance(answer, Failure):
             raise Failed(answer)
         return answer
@@ -89,16 +84,14 @@ class RPCCall(Call):
         return f"RPC worker {self._name}: {' '.join(str(error).split())[:200]}"
 
 
-def run_there(function: Any, to: Any, content: Any) -> Any:
+def run_there(function: Any, to: Any, weights: Any) -> Any:
     """On the worker: function(to, weights). publish_here()'s answer is returned; what a user's method returns is not.
 
     An exception is returned, with its traceback: torch keeps neither its type nor that.
     """
     try:
-        answer = function(to, opened(content))
+        answer = function(to, weights)
         return answer if function is publish_here else None
-    except Unreached as error:  # it is sent by other means
-        return error
     except Exception as error:
         return Failure.of(error)
 
@@ -117,26 +110,8 @@ def has_agent() -> bool:
     return bool(rpc.api._is_current_rpc_agent_set())
 
 
-def _host() -> str:
-    """The address that this machine's own name stands for, by which agents find each other too; else the loopback."""
-    executor = SerialExecutor()  # a name server may be slow, and the caller has a deadline
-    asked = executor.give(lambda: socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)[0][4][0])
-    found = asked.done_by(time.monotonic() + 0.05)
-    executor.close()
-    if not found or asked.exception() is not None:
-        return "127.0.0.1"
-    return str(asked.result())
-
-
-class RPCCarrier(DeliveryCarrier):
+class RPCCarrier(Carrier):
     """Remote procedure calls. The relay of a node is the first of its workers that lives."""
-
-    # RPC receives each tensor into fresh memory. Up to this size the allocator keeps it for the next send; beyond, the
-    # kernel clears new pages each time, which takes longer than the transfer.
-    piece_bytes = 8 << 20
-
-    def __init__(self) -> None:
-        super().__init__(_host, here)
 
     @override
     def wait(self, calls: Collection[Call], seconds: float) -> None:
@@ -157,12 +132,7 @@ class RPCCarrier(DeliveryCarrier):
 
     @override
     def relay_call(self, relay: Any, payload: Any, options: RelayOptions) -> Call:
-        info = relay.host.info
-        return payload.start(relay, lambda content: RPCCall(info, run_there, (publish_here, options, content)))
-
-    @override
-    def lone_relay(self, worker: RPCTransport) -> HostedRelay:
-        return HostedRelay(worker)
+        return RPCCall(relay.host.info, run_there, (publish_here, options, payload))
 
     @override
     def close_relay(self, relay: Any, session: str, *, until: float | None) -> None:
@@ -205,23 +175,10 @@ class RPCTransport(RemoteTransport):
 
     @override
     def start_call(self, payload: Any) -> Call:
-        return payload.start(self, self.ask) if isinstance(payload, Delivery) else self.ask(payload)
-
-    @override
-    def fetches(self, delivery: Delivery) -> bool:
-        return not self._returns_a_future and super().fetches(delivery)
-
-    @property
-    def _returns_a_future(self) -> bool:
-        """Does the agent there wait for what the method returns?"""
-        return hasattr(self.collector_class.update_policy_weights_, "_wrapped_async_rpc_function")
-
-    def ask(self, content: Any) -> Call:
-        """Call the worker with `content`: weights, a ticket for them, or an Announcement."""
         method = self.collector_class.update_policy_weights_
-        if self._returns_a_future:
-            return RPCCall(self.info, method, (self.rref, content))
-        return RPCCall(self.info, run_there, (method, self.rref, content))
+        if hasattr(method, "_wrapped_async_rpc_function"):  # the agent there waits for what the method returns
+            return RPCCall(self.info, method, (self.rref, payload))
+        return RPCCall(self.info, run_there, (method, self.rref, payload))
 
     @override
     def check_connection(self) -> bool:
