@@ -2,8 +2,8 @@
 
 A memfd disappears with its last mapping, so it cannot be left behind. Its maker keeps a descriptor; a reader opens it
 by the pid of the maker and the number of the descriptor. So nothing but a few numbers has to travel, a plain reader of
-the pipe need not know descriptors, and none can be lost on the way. The slab of an arena (slab.py) is one. The others
-carry weights beside a message: `Sealed` is written once, `Reusable` again and again.
+the pipe need not know descriptors, and none can be lost on the way. The slab of an arena (slab.py) is one. A `Sealed`
+carries weights beside a message.
 
 The mapping of a storage belongs to torch, so the tensors over it are real shared tensors, and it lives exactly as long
 as the last of them; it keeps no descriptor. For a read-only mapping torch first maps a dummy file of equal size; then
@@ -12,7 +12,7 @@ the memfd is mapped over it.
 Functions that call torch import it themselves: the command line takes what lies in slab.py without torch.
 
 INV: a reader trusts nothing before it has seen the seals, the size, the inode and the token that it was told.
-INV: no process resizes one. Only the maker of a Reusable writes into it; no process writes into a Sealed.
+INV: no process resizes one, and no process writes into a Sealed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from itertools import accumulate
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ... import _native
@@ -41,7 +40,7 @@ SEAL_SEAL, SEAL_SHRINK, SEAL_GROW, SEAL_WRITE, SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4
 TOKEN = 16  # bytes at the end, by which a reader knows it
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
-_FIXED = SEAL_SEAL | SEAL_SHRINK | SEAL_GROW
+_SEALS = SEAL_SEAL | SEAL_SHRINK | SEAL_GROW | SEAL_WRITE  # of weights beside a message
 _ALIGNMENT = 64  # bytes
 _AT_ONCE = 64 << 20  # bytes of one write, so that an interrupt is noticed
 _MADV_POPULATE_READ = 22  # since Linux 5.14
@@ -72,13 +71,19 @@ def seals_of(fd: int) -> int:
         raise
 
 
-class _Memfd:
-    """A memfd of `size` bytes and a token, filled and sealed. Raises NoSpace.
+class Sealed:
+    """Pieces of bytes that no process can change, in a memfd. Raises NoSpace.
 
     It goes when this object is gone and no process maps it any more.
     """
 
-    def __init__(self, size: int, fill: Callable[[int], object], seals: int) -> None:
+    def __init__(self, pieces: Sequence[memoryview]) -> None:
+        self.spans: list[tuple[int, int]] = []
+        size = 0
+        for piece in pieces:
+            begin = -(-size // _ALIGNMENT) * _ALIGNMENT
+            size = begin + piece.nbytes
+            self.spans.append((begin, size))
         whole, token = size + TOKEN, os.urandom(TOKEN)
         refuse_too_large(whole, "weights to send", "free some, or send fewer weights or a smaller dtype")
         with refusals("making room for weights"):
@@ -87,9 +92,10 @@ class _Memfd:
             self._closing.atexit = False
             _kept.add(self)
             try:
-                fill(fd)
+                for (begin, _), piece in zip(self.spans, pieces, strict=True):
+                    _write(fd, piece, begin)
                 os.pwrite(fd, token, size)
-                add_seals(fd, seals)
+                add_seals(fd, _SEALS)
                 self.place = MemfdAt(me().owner, fd, os.fstat(fd).st_ino, whole, token)
             except BaseException:
                 self.close()
@@ -100,7 +106,7 @@ class _Memfd:
         self._closing()
 
 
-_kept: weakref.WeakSet[_Memfd] = weakref.WeakSet()  # of this process
+_kept: weakref.WeakSet[Sealed] = weakref.WeakSet()  # of this process
 
 
 def _forget_all() -> None:
@@ -109,59 +115,6 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)  # else a child would keep its parent's weights as long as it lives
-
-
-class Sealed(_Memfd):
-    """Pieces of bytes that no process can change."""
-
-    def __init__(self, pieces: Sequence[memoryview]) -> None:
-        """Write them. Raises NoSpace."""
-        self.spans: list[tuple[int, int]] = []
-        end = 0
-        for piece in pieces:
-            begin = -(-end // _ALIGNMENT) * _ALIGNMENT
-            end = begin + piece.nbytes
-            self.spans.append((begin, end))
-
-        def fill(fd: int) -> None:
-            for (begin, _), piece in zip(self.spans, pieces, strict=True):
-                _write(fd, piece, begin)
-
-        super().__init__(end, fill, _FIXED | SEAL_WRITE)
-
-
-class Reusable(_Memfd):
-    """Memory that its maker writes again and again, and that other processes may map to read.
-
-    Fresh memory costs several times as much as a copy into it, so memory that is written often stays where it is, and a
-    process that reads it often keeps the mapping. The two processes agree when a reader may read. It lives
-    as long as `tensor` does.
-    """
-
-    def __init__(self, size: int) -> None:
-        """Make room for `size` bytes. Raises NoSpace."""
-
-        def fill(fd: int) -> None:
-            os.posix_fallocate(fd, 0, size + TOKEN)
-            self._mapping = mmap.mmap(fd, size + TOKEN)
-
-        import torch
-
-        super().__init__(size, fill, _FIXED | SEAL_FUTURE_WRITE)
-        self.maker = os.getpid()
-        self.tensor = torch.frombuffer(self._mapping, dtype=torch.uint8, count=size)
-        _native.populate(self.tensor.data_ptr(), size)
-
-    def split(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Pieces of it, one after the other, each with its own storage: torch may send a storage whole."""
-        import torch
-
-        return [
-            torch.frombuffer(self._mapping, dtype=torch.uint8, count=size, offset=begin)
-            if size
-            else torch.empty(0, dtype=torch.uint8, device="cpu")
-            for size, begin in zip(sizes, accumulate(sizes, initial=0), strict=False)
-        ]
 
 
 def reachable(owner: int) -> bool:
@@ -208,7 +161,14 @@ def pieces_at(place: MemfdAt, spans: Sequence[tuple[int, int]]) -> list[memoryvi
 
     Raises WriterDied when the maker is gone or has given them up, ArenaCorrupt for what is not as it was told, NoSpace.
     """
-    with _weights_at(place, SEAL_WRITE) as fd:
+
+    def gone(error: OSError | None) -> WriterDied:
+        return WriterDied(
+            f"the sender (pid {pid_of(place.owner)}) has died, or has given these weights up, before they were read; "
+            "they come again with its next send"
+        )
+
+    with opened_at(place, _SEALS, "the memory of weights", gone) as fd:
         end = place.size - TOKEN
         before = 0
         for begin, until in spans:
@@ -223,33 +183,10 @@ def pieces_at(place: MemfdAt, spans: Sequence[tuple[int, int]]) -> list[memoryvi
     return [whole[begin:until] for begin, until in spans]
 
 
-def map_reusable(place: MemfdAt) -> torch.UntypedStorage:
-    """Map what lies there, to read only.
-
-    Raises WriterDied when the maker is gone or has given it up, ArenaCorrupt for what is not as it was told, NoSpace.
-    """
-    with _weights_at(place, SEAL_FUTURE_WRITE) as fd, refusals("mapping the weights of the sender"):
-        storage = map_readonly(fd, place.size)
-    address = storage.data_ptr()
-    weakref.finalize(storage, _native.unwatch_faults, address).atexit = False
-    _native.watch_faults(address, place.size, "weights on their way from a sender")
-    return storage
-
-
 def _write(fd: int, piece: memoryview, at: int) -> None:
     done = 0
     while done < piece.nbytes:
         done += os.pwrite(fd, piece[done : done + _AT_ONCE], at + done)
-
-
-def _weights_at(place: MemfdAt, seal: int) -> AbstractContextManager[int]:
-    def gone(error: OSError | None) -> WriterDied:
-        return WriterDied(
-            f"the sender (pid {pid_of(place.owner)}) has died, or has given these weights up, before they were read; "
-            "they come again with its next send"
-        )
-
-    return opened_at(place, _FIXED | seal, "the memory of weights", gone)
 
 
 def map_shared(fd: int, size: int) -> torch.UntypedStorage:

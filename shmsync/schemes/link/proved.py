@@ -21,9 +21,6 @@ from collections.abc import Container
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ...memory.system.calls import poll
-from .connection import milliseconds
-
 NONCE = 16  # bytes
 PROOF = 32
 _STRANGERS = 64  # that may be connected and have proved nothing yet
@@ -31,11 +28,6 @@ _PATIENCE = 5.0  # seconds that each of them has
 _SILENCE = 30.0  # seconds without a sign of the other machine, after which the kernel ends a connection
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def close_in_child(each: Any) -> None:
-    """Close this in a process that is forked from this one."""
-    _open.add(each)
 
 
 def _close_all() -> None:
@@ -192,12 +184,6 @@ class Dial:
             self._socket.close()
             raise
         return self._socket
-
-    def wait(self, deadline: float) -> None:
-        """Until advance() may get further, but for a slice at most, and not beyond this monotonic time."""
-        poller = select.poll()
-        poller.register(self._socket, select.POLLIN if self.connected else select.POLLOUT)
-        poll(poller, milliseconds(deadline))
 
     def close(self) -> None:
         """Give it up. Idempotent."""

@@ -71,7 +71,7 @@ class PackedWeights:
     """Weights packed for transport. Unpickles as the weights themselves."""
 
     label: Label
-    buffer: torch.Tensor | numpy.ndarray
+    buffer: torch.Tensor
 
     def __reduce__(self) -> tuple[Any, ...]:
         return unpack, (self.label, self.buffer)

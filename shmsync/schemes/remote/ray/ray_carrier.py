@@ -118,7 +118,8 @@ def _put(packed_weights: PackedWeights, tensor_transport: TensorTransport) -> An
 
     if tensor_transport == "object_store":
         # As an array: Ray writes its bytes straight into the store, where a tensor would be pickled first.
-        return ray.put(PackedWeights(packed_weights.label, packed_weights.buffer.numpy()))
+        array: Any = packed_weights.buffer.numpy()
+        return ray.put(PackedWeights(packed_weights.label, array))
     try:
         # A separate tensor: the other side may read it at any time.
         return ray.put(
