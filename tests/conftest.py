@@ -77,9 +77,10 @@ def pytest_collection_modifyitems(items):
 
 def group_of(item):
     given = item.callspec.params if hasattr(item, "callspec") else {}
-    if given.get("crew") == "ray" or item.path.parent.name == "ray":
+    crew = getattr(given.get("entry"), "crew", "forkserver")  # of a test of a scheme
+    if crew == "ray" or item.path.parent.name == "ray":
         return "ray"  # one Ray at a time: starting it takes both cores for half a minute
-    return f"crew {given['crew']}" if "crew" in given else str(item.path.relative_to(HERE))
+    return str(item.path.relative_to(HERE)) if crew == "forkserver" else f"crew {crew}"
 
 
 def collect_garbage():

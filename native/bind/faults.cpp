@@ -12,8 +12,6 @@ namespace shmsync::bind {
 void bind_faults(nb::module_& m) {
   m.def("watch_faults", &watch_faults, "address"_a, "bytes"_a, "name"_a,
         "Have a fault in this range explained by the name of its arena; False when too many are watched.");
-  m.def("faults_of_adopted", &faults_of_adopted, "address"_a,
-        "Explain a fault in the range that starts there as a write of the trainer outside update().");
   m.def("unwatch_faults", &unwatch_faults, "address"_a, "The range that starts there is no arena's any more.");
 }
 

@@ -167,12 +167,6 @@ void bind_writer(nb::module_& m) {
       .def("abort", [](Writer& w) { w.abort(); })
       .def("poison", [](Writer& w) { w.poison(); })
       .def("close", [](Writer& w) { w.close(); })
-      .def(
-          "protect", [](Writer& w, std::uintptr_t address, std::size_t bytes) { return w.protect(address, bytes); },
-          "address"_a, "bytes"_a,
-          "Let the only slot's writable mapping be read-only while readers may be inside. False: the system refuses.")
-      .def(
-          "unprotect", [](Writer& w) { w.unprotect(); }, "Let that mapping be writable for good.")
       .def_prop_ro("slot", [](const Writer& w) { return w.slot(); })
       .def_prop_ro("current_slot", [](const Writer& w) { return w.current_slot(); })
       .def_prop_ro("version", [](const Writer& w) { return w.version(); })

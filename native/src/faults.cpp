@@ -22,7 +22,6 @@ namespace {
 struct Range {
   std::atomic<std::uintptr_t> begin{0};  // 0: free. Written last, and first when the range goes
   std::size_t bytes = 0;
-  std::atomic<bool> adopted{false};
   std::array<char, 208> name{};  // arena names have at most 200 characters
 };
 constexpr std::size_t kRanges = 4096;
@@ -94,10 +93,6 @@ void say(int number, const Range& range) {
   if (number == SIGBUS)
     line << "shmsync: a page of the weights of arena '" << name
          << "' could not be had (SIGBUS): the machine is out of memory, or its memory is faulty\n";
-  else if (range.adopted.load(std::memory_order_relaxed))
-    line << "shmsync: a write outside update() into the weights of arena '" << name
-         << "', which adopt() has made the memory that workers read, ends this process (SIGSEGV). Write inside `with "
-            "pub.update():`, or pass the optimizer to adopt(); or change a private copy: copy.deepcopy(module)\n";
   else
     line << "shmsync: a write into the weights of arena '" << name
          << "', which are read-only in this process, ends it (SIGSEGV). Change weights in the trainer, by publish() or "
@@ -181,7 +176,6 @@ bool watch_faults(std::uintptr_t begin, std::size_t bytes, std::string_view name
   for (Range& range : g_ranges) {
     if (range.begin.load(std::memory_order_relaxed) != 0) continue;
     range.bytes = bytes;
-    range.adopted.store(false, std::memory_order_relaxed);
     const std::size_t length = std::min(name.size(), range.name.size() - 1);
     std::memcpy(range.name.data(), name.data(), length);
     range.name[length] = '\0';
@@ -190,12 +184,6 @@ bool watch_faults(std::uintptr_t begin, std::size_t bytes, std::string_view name
     return true;
   }
   return false;
-}
-
-void faults_of_adopted(std::uintptr_t begin) {
-  const std::lock_guard lock(g_lock);
-  for (Range& range : g_ranges)
-    if (range.begin.load(std::memory_order_relaxed) == begin) range.adopted.store(true, std::memory_order_relaxed);
 }
 
 void unwatch_faults(std::uintptr_t begin) {
@@ -209,7 +197,6 @@ void unwatch_faults(std::uintptr_t begin) {
 
 void faults_after_fork() {
   new (&g_lock) std::mutex;
-  for (Range& range : g_ranges) range.adopted.store(false, std::memory_order_relaxed);
   g_said.store(0, std::memory_order_relaxed);
 }
 

@@ -1,13 +1,9 @@
 #include "shmsync/publication.hpp"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <cerrno>
 #include <optional>
-#include <system_error>
 
 #include "shmsync/failpoints.hpp"
 #include "shmsync/seqlock.hpp"
@@ -53,7 +49,6 @@ Begin PublicationWriter::wait_begin(Nanoseconds timeout) {
 }
 
 Begin PublicationWriter::mark() {
-  open_pages();  // no reader is inside any more
   writing_ = true;
   seqlock::begin(slots_[slot_].seq, next_);
   SHMSYNC_FAILPOINT("begin.marked");
@@ -124,7 +119,6 @@ bool PublicationWriter::skip_to(std::uint64_t version) {
 
 std::uint64_t PublicationWriter::commit() {
   SHMSYNC_FAILPOINT("commit.start");
-  close_pages();  // before the number: what any thread writes from here on faults, and is in no version
   version_ = next_++;
   seqlock::end(slots_[slot_].seq, version_);
   SHMSYNC_FAILPOINT("commit.numbered");
@@ -149,10 +143,7 @@ std::uint64_t PublicationWriter::commit() {
 
 void PublicationWriter::abort() {
   SHMSYNC_FAILPOINT("abort.start");
-  if (!poisoned_) {
-    next_ = version_ + 1;
-    close_pages();
-  }
+  if (!poisoned_) next_ = version_ + 1;
   // Slots = 1: the bytes are those of the old version, so its number goes back; optimistic readers wait for it.
   if (slot_count_ == 1 && writing_ && !poisoned_) seqlock::end(slots_[0].seq, version_);
   SHMSYNC_FAILPOINT("abort.numbered");
@@ -182,35 +173,6 @@ void PublicationWriter::close() {
   line_.state.store(static_cast<std::uint32_t>(State::closed), std::memory_order_release);
   SHMSYNC_FAILPOINT("close.state");
   announce();
-}
-
-bool PublicationWriter::protect(std::uintptr_t address, std::size_t bytes) {
-  pages_ = address;
-  page_bytes_ = bytes;
-  pages_open_ = true;
-  if (writing_ || poisoned_ || close_pages()) return true;
-  page_bytes_ = 0;
-  return false;
-}
-
-void PublicationWriter::unprotect() {
-  open_pages();
-  page_bytes_ = 0;
-}
-
-void PublicationWriter::open_pages() {
-  if (page_bytes_ == 0 || pages_open_) return;
-  if (mprotect(reinterpret_cast<void*>(pages_), page_bytes_, PROT_READ | PROT_WRITE) != 0)
-    throw std::system_error(errno, std::generic_category(), "making the weights of an adopted module writable");
-  pages_open_ = true;
-}
-
-// When the system refuses, for lack of memory, these pages are writable until the next commit.
-bool PublicationWriter::close_pages() {
-  if (page_bytes_ == 0 || !pages_open_) return true;
-  if (mprotect(reinterpret_cast<void*>(pages_), page_bytes_, PROT_READ) != 0) return false;
-  pages_open_ = false;
-  return true;
 }
 
 void PublicationWriter::announce() {

@@ -189,7 +189,7 @@ class ArenaWriter:
             publish_plan(side, plan, deadline)
             side.wait_until_published(deadline)
         side.adopted = adoption
-        adoption.move_in(side.writer)
+        adoption.move_in()
         self.source = module
         self.plans.forget()
 

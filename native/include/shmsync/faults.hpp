@@ -11,10 +11,6 @@ namespace shmsync {
 // SIGSEGV and SIGBUS in front of those that are there. Returns false, and watches nothing, when there is no room.
 bool watch_faults(std::uintptr_t begin, std::size_t bytes, std::string_view name);
 
-// A write into the range that starts there is one of the trainer outside update(): adopt() has made its parameters
-// that memory. In a forked child it is as any other.
-void faults_of_adopted(std::uintptr_t begin);
-
 // The range that starts there is not watched any more. Call it before the memory is unmapped.
 void unwatch_faults(std::uintptr_t begin);
 

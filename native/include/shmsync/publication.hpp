@@ -50,11 +50,6 @@ class PublicationWriter {
   void poison();           // slots = 1: the bytes are half written; no reader enters until a commit
   void close();
 
-  // Slots = 1, in the host's memory: this writable mapping of the slot is read-only from now on, but for while readers
-  // are kept out: from `ready` to commit() or abort(), and while poisoned. False: the system refuses, nothing changed.
-  bool protect(std::uintptr_t address, std::size_t bytes);
-  void unprotect();  // for good
-
   std::uint32_t slot() const { return slot_; }  // the one to write, after `ready`
   std::uint32_t current_slot() const { return current_slot_; }
   std::uint64_t version() const { return version_; }
@@ -85,8 +80,6 @@ class PublicationWriter {
   void let_waiting_readers_in();  // fairness, slots = 1
   bool somebody_has_a_turn();
   void end_turns();
-  void open_pages();
-  bool close_pages();
   void announce();  // notify++ and wake
   template <class Done>
   bool sleep_until(Done done, Nanoseconds timeout, Nanoseconds spin);
@@ -107,9 +100,6 @@ class PublicationWriter {
   bool gate_closed_ = false;
   bool poisoned_ = false;
   bool writing_ = false;
-  std::uintptr_t pages_ = 0;  // what protect() was given
-  std::size_t page_bytes_ = 0;
-  bool pages_open_ = true;
   SpinEstimate acks_take_;
   std::uint64_t acks_wait_for_ = 0;            // the version whose acks were waited for last
   std::uint64_t acks_since_ = 0;               // when that wait began

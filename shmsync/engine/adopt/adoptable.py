@@ -44,7 +44,7 @@ def parts_of(
     """
     refuse_max_norm(
         module,
-        "but adopted weights are read-only outside update(). Build it without max_norm, and normalise the weight "
+        "but workers read adopted weights meanwhile. Build it without max_norm, and normalise the weight "
         "inside update(); or publish() the module instead of adopting it",
     )
     collected = collect(module, filter, arena.manifest)

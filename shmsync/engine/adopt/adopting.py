@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
-import mmap
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -30,7 +29,6 @@ from .adopted_buffers import AdoptedBuffers
 from .optimizer_hooks import OptimizerWatch, StepGate, laid, states_follow, stepped_by, stuck_states
 
 R = TypeVar("R")
-_log = logging.getLogger("shmsync")
 
 _living: weakref.WeakSet[Adoption] = weakref.WeakSet()
 
@@ -74,26 +72,36 @@ class Adoption:
         self.inside: Callable[[], bool] = lambda: False  # may the calling thread write the parameters?
         self.load_inside: Callable[[Callable[[], Any]], Any] = lambda run: run()  # calls what loads, inside update()
         self._loading: list[AdoptedLoading] = []
+        self._versions: list[int] = []  # the parameters' _version when the last update() ended
+        self._warned = False
         self._refuse_shared(tensors)
         # As the module is now, with these optimizers of it.
         self._parts = functools.partial(parts_of, module, arena, name, filter)
         self._pending = self._parts(optimizers)
 
-    def move_in(self, writer: _native.Writer) -> None:
-        """Let the parameters be the slab. Call it when the arena has their values.
-
-        The only slot gets read-only for this process while readers may be in it, as docs/adr/0039 has it. The writer
-        opens the pages before it writes, and closes them in commit(): native/src/publication.cpp. A device's memory has
-        no such protection.
-        """
-        if self._arena.on_device is None:
-            address = self._arena.slot_address(0)
-            _native.faults_of_adopted(address)
-            size = -(-self._arena.manifest.used_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            if size and not writer.protect(address, size):
-                _log.warning("arena %r: its memory cannot be protected from writes outside update()", self.name)
+    def move_in(self) -> None:
+        """Let the parameters be the slab. Call it when the arena has their values."""
         self.pull(copy=False)
+        self.written()
         _living.add(self)
+
+    def written(self) -> None:
+        """An update() has ended: a later write into a parameter is a stray one, until the next."""
+        self._versions = [tensor._version for tensor in self._placed.values()]
+
+    def warn_of_stray_writes(self) -> None:
+        """Warn, once, of a parameter that torch has written since the last update()."""
+        versions = [tensor._version for tensor in self._placed.values()]
+        if self._warned or versions == self._versions:
+            return
+        self._warned = True
+        pairs = zip(self._placed, versions, self._versions, strict=False)
+        names = ", ".join(".".join(key) for key, now, before in pairs if now != before)
+        warnings.warn(
+            f"{names or 'a parameter'} of the adopted module was written outside update(): workers of arena "
+            f"{self.name!r} may have read it half written. Write inside `with pub.update():`",
+            stacklevel=2,
+        )
 
     def _refuse_shared(self, tensors: Mapping[Key, torch.Tensor]) -> None:
         readonly = readonly_ranges()
@@ -269,19 +277,9 @@ class Adoption:
             self._loading.append(AdoptedLoading(child, name, self))
         return left
 
-    def restore(self, writer: _native.Writer) -> None:
-        """Make the parameters private again, with the values they have; what was one memory stays one."""
-        try:
-            self._restore()
-        except BaseException:  # an interrupt may land anywhere
-            try:
-                self._restore()
-            except BaseException:
-                writer.unprotect()
-            raise
-
     @run_plainly
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Make the parameters private again, with the values they have; what was one memory stays one."""
         _living.discard(self)
         self._watch.close()
         while self._loading:

@@ -57,6 +57,7 @@ class Update(_native.Scope):
         if self._acks is not None:
             side.refuse_wait(self._acks)
         if side.adopted is not None:
+            side.adopted.warn_of_stray_writes()
             side.adopted.look(self._optimizer)
         if side.arena.slots == 1:
             side.arena.weights(0, writable=True)  # the first time it imports tensordict: before the gate closes
@@ -87,6 +88,7 @@ class Update(_native.Scope):
             side.adopted.look()  # the body may have replaced tensors too
             side.pull()
             side.counts.bytes_copied += side.adopted.buffers.copy()
+            side.adopted.written()
         version = side.commit()
         side.set_updating(None)
         side.counts.updates += 1

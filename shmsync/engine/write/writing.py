@@ -118,10 +118,10 @@ class WriteSide:
         return version
 
     def restore_adopted(self) -> None:
-        """Make the adopted parameters private again. Whatever comes between, they can be written afterwards."""
+        """Make the adopted parameters private again."""
         try:
             if self.adopted is not None:
-                self.adopted.restore(self._writer)
+                self.adopted.restore()
         finally:
             self.adopted = None
 

@@ -180,29 +180,3 @@ def test_a_section_holds_its_slot_until_its_copies_are_made(device):
         first.record().done.wait()
         look_at(device, net, device.current(), seen)
         assert seen == [{1.0}]
-
-
-def test_a_step_of_a_generator_on_another_stream_comes_after_the_renewal(device):
-    class Net(OneBuffer):
-        def steps(self, stream, seen):
-            yield
-            look_at(device, self, stream, seen)
-            yield
-
-    source, net = Net(), Net().to(device.torch_device)
-    with (
-        shmsync.Publisher(source, device="simulated:0", slots=2, timeout=60.0) as pub,
-        shmsync.Subscriber(pub.handle, timeout=60.0) as sub,
-    ):
-        sub.bind(net)
-        first, second, seen = device.stream(), device.stream(), []
-        publish(source, pub, 1)
-        with held_up(first):
-            with device.on(first):
-                steps = net.steps(second, seen)
-                next(steps)
-            with device.on(second):
-                next(steps)
-        second.record().done.wait()
-        steps.close()
-        assert seen == [{1.0}]

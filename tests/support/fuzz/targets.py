@@ -68,7 +68,7 @@ class ManifestBytes(Target):
         else:
             text = json.dumps(self.draw.of_value(self.draw.random.choice(self._documents))).encode()
         manifest = Manifest.from_json(text, ROOM)
-        assert manifest.written_bytes <= ROOM, text
+        assert manifest.used_bytes <= ROOM, text
         for leaf in manifest.leaves:
             assert 0 <= leaf.offset <= leaf.offset + leaf.nbytes <= ROOM, text
             elements = leaf.nbytes // leaf.dtype.itemsize

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -42,6 +43,29 @@ def test_adopting_never_casts_the_trainers_parameters(publisher):
     with pytest.raises(shmsync.ManifestMismatch, match="cast"):
         pub.adopt(module)
     assert module.weight.dtype == torch.float32
+
+
+def test_a_write_outside_update_is_warned_of_once(adopted):
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    pub, _ = adopted(module, optimizer)
+    module(torch.ones(1, 2)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)  # changes no parameter
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        module.load_state_dict(nn.Linear(2, 2).state_dict())
+        with pub.update(), torch.no_grad():
+            module.weight.clamp_(-1, 1)
+        pub.publish()
+    with torch.no_grad():
+        module.weight.mul_(0.5)
+    with pytest.warns(UserWarning, match="weight of the adopted module was written outside"):
+        optimizer.step()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        module.bias.mul_(0.5)
+        optimizer.step()
 
 
 # ---- load_state_dict()
