@@ -74,7 +74,8 @@ def test_actors_that_join_and_leave_the_list_are_seen_at_the_next_send(crew):
         assert parts.ask(crew, "look") == [(2.0, 2), (3.0, 3)]
 
 
-def test_a_stopped_head_of_ray_holds_no_call_beyond_its_deadline(crew):
+def test_a_stopped_head_of_ray_holds_no_call_beyond_its_deadline(one_ray):
+    crew = parts.start(RayWeightSyncScheme(), 2)  # their models are bound to an arena from here on
     sender = sender_to(crew, fan_out="node")
     with processes.stopped(parts.head_pid()):
         with naming(AckTimeout, [0, 1]):
@@ -82,3 +83,4 @@ def test_a_stopped_head_of_ray_holds_no_call_beyond_its_deadline(crew):
         assert overrun(lambda: sender.send(parts.net(1.0), timeout=0.5), 0.5) < 0.1
     version = sender.send(parts.net(7.0))
     assert parts.ask(crew, "look") == [(7.0, version)] * 2
+    parts.end(crew)
