@@ -118,8 +118,9 @@ def nothing_left() -> Iterator[None]:
     """Every test must leave no arena of this process in /dev/shm, no thread, and torch's modes as they were."""
 
     def threads() -> list[str]:
-        # A simulated stream ends with its arena, later; a dummy is a thread of Ray's own that has called Python once.
-        found = (each for each in threading.enumerate() if each.name != "simulated stream")
+        # A simulated stream ends with its arena, later. Ray's threads live as long as Ray; a dummy is one of these.
+        others = ("simulated stream", "PythonGCThread", "ray_")
+        found = (each for each in threading.enumerate() if not each.name.startswith(others))
         mine = (each for each in found if not isinstance(each, threading._DummyThread))
         return [f"{each.name} ({type(each).__name__})" for each in mine if each.ident not in RUNNERS_OWN]
 

@@ -87,11 +87,11 @@ class Adoption:
 
     def written(self) -> None:
         """An update() has ended: a later write into a parameter is a stray one, until the next."""
-        self._versions = [tensor._version for tensor in self._placed.values()]
+        self._versions = self._written_versions()
 
     def warn_of_stray_writes(self) -> None:
         """Warn, once, of a parameter that torch has written since the last update()."""
-        versions = [tensor._version for tensor in self._placed.values()]
+        versions = self._written_versions()
         if self._warned or versions == self._versions:
             return
         self._warned = True
@@ -102,6 +102,9 @@ class Adoption:
             f"{self.name!r} may have read it half written. Write inside `with pub.update():`",
             stacklevel=2,
         )
+
+    def _written_versions(self) -> list[int]:
+        return [0 if tensor.is_inference() else tensor._version for tensor in self._placed.values()]
 
     def _refuse_shared(self, tensors: Mapping[Key, torch.Tensor]) -> None:
         readonly = readonly_ranges()

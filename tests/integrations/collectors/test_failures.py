@@ -58,7 +58,7 @@ def test_a_worker_killed_in_a_forward_while_the_update_waits_is_named(collector,
     end_forwards = parts.enter_forwards(collecting, tmp_path)
 
     def kill_when_it_waits():
-        until_waits(threading.main_thread(), "update")
+        until_waits(threading.main_thread(), "until_free")
         kill(collecting, 1)
         end_forwards()
 
