@@ -226,8 +226,8 @@ class Cover {
 
   nb::object owner_ = nb::none();  // of reader_
   Reader* reader_ = nullptr;       // null: no section covers the calls
-  bool plain_ = true;   // no section of it has to be repeated
-  bool clones_ = true;  // outputs that are views of the weights are cloned
+  bool plain_ = true;              // no section of it has to be repeated
+  bool clones_ = true;             // outputs that are views of the weights are cloned
   std::uint64_t generation_ = 0;
   std::atomic<const void*> thread_{nullptr};
   PyObject* running_ = nullptr;  // borrowed from the call
