@@ -20,6 +20,8 @@ from support.conformance.contexts import Context
 from support.remote import ray_parts as parts
 from support.weights import fill
 
+pytestmark = pytest.mark.slow  # Ray starts for a minute; the three kinds of actors are in conformance/ too
+
 MODEL_ID = "env.transform[0]"
 
 

@@ -19,6 +19,8 @@ from support.calls import naming
 from support.processes import until
 from support.remote import ray_parts as parts
 
+pytestmark = pytest.mark.slow  # Ray starts for a minute; one node is in test_node_fan_out.py
+
 SIZE = 1024
 NEAR, FAR = [0], [1, 2]  # the workers of a crew, by node
 
