@@ -94,17 +94,19 @@ class Adoption:
         versions = self._written_versions()
         if self._warned or versions == self._versions:
             return
-        self._warned = True
-        pairs = zip(self._placed, versions, self._versions, strict=False)
+        self._warned, pairs = True, zip(self._placed, versions, self._versions, strict=False)
         names = ", ".join(".".join(key) for key, now, before in pairs if now != before)
         warnings.warn(
-            f"{names or 'a parameter'} of the adopted module was written outside update(): workers of arena "
-            f"{self.name!r} may have read it half written. Write inside `with pub.update():`",
+            f"{names} of the adopted module was written outside update(): workers of arena {self.name!r} may have read "
+            "it half written. Write inside `with pub.update():`",
             stacklevel=2,
         )
 
     def _written_versions(self) -> list[int]:
-        return [0 if tensor.is_inference() else tensor._version for tensor in self._placed.values()]
+        try:
+            return [tensor._version for tensor in self._placed.values()]
+        except RuntimeError:  # inference tensors have no version counters
+            return []
 
     def _refuse_shared(self, tensors: Mapping[Key, torch.Tensor]) -> None:
         readonly = readonly_ranges()
