@@ -91,8 +91,7 @@ class Adoption:
 
     def warn_of_stray_writes(self) -> None:
         """Warn, once, of a parameter that torch has written since the last update()."""
-        versions = self._written_versions()
-        if self._warned or versions == self._versions:
+        if self._warned or (versions := self._written_versions()) == self._versions:
             return
         self._warned, pairs = True, zip(self._placed, versions, self._versions, strict=False)
         names = ", ".join(".".join(key) for key, now, before in pairs if now != before)
