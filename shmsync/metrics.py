@@ -100,7 +100,7 @@ class PublisherCollector:
     """What prometheus() returns for `pub`: asked by a registry at each scrape."""
 
     def __init__(self, pub: Publisher, registry: CollectorRegistry) -> None:
-        writer_of(pub).side.check()  # raises for one that is closed, or a parent's
+        writer_of(pub).check()  # raises for one that is closed, or a parent's
         self._pub = pub
         added = _of_registry.get(registry)
         if added is None:
@@ -120,7 +120,7 @@ class PublisherCollector:
     @property
     def closed(self) -> bool:
         """Has the publisher been closed, or is it a parent's?"""
-        side = writer_of(self._pub).side
+        side = writer_of(self._pub)
         return side.closed or side.in_parent
 
     @property

@@ -13,7 +13,7 @@ void bind_modes(nb::module_&);
 void bind_module_tree(nb::module_&);
 void bind_observe(nb::module_&);
 void bind_sources(nb::module_&);
-void bind_values(nb::module_&);
+void bind_source_plan(nb::module_&);
 void bind_writer(nb::module_&);
 void bind_reader(nb::module_&);
 void bind_pipes(nb::module_&);
@@ -33,7 +33,7 @@ NB_MODULE(_native, m) {
   shmsync::bind::bind_module_tree(m);
   shmsync::bind::bind_observe(m);
   shmsync::bind::bind_sources(m);
-  shmsync::bind::bind_values(m);
+  shmsync::bind::bind_source_plan(m);
   shmsync::bind::bind_device(m);
   shmsync::bind::bind_writer(m);
   shmsync::bind::bind_reader(m);

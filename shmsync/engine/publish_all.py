@@ -6,14 +6,14 @@ from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from ..memory.manifest import Key
-from .arena_writer import ArenaWriter
 from .source.sources import Weights
+from .write.writer import Writer
 
 
 class Publication(NamedTuple):
     """What to publish where."""
 
-    writer: ArenaWriter
+    writer: Writer
     weights: Weights
     optional: Container[Key] | None = None  # leaves that may be missing; None: all
 
@@ -27,13 +27,12 @@ def publish_all(publications: Sequence[Publication], version: int | None, deadli
     """
     if len(publications) > 1:
         for each in publications:
-            each.writer.check(each.weights, each.optional)
+            each.writer.check_weights(each.weights, each.optional)
     versions = [
         each.writer.publish(each.weights, deadline, version=version, optional=each.optional) for each in publications
     ]
     for each in publications:
-        side = each.writer.side
-        if not side.writes.at_once:  # the caller announces these versions to others
-            with side.lock:
-                side.ready(deadline)
+        if each.writer.device is not None:  # the caller announces these versions to others
+            with each.writer.lock:
+                each.writer.ready(deadline)
     return versions

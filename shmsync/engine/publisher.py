@@ -16,8 +16,6 @@ from ..memory.control import segment
 from ..memory.control.reader_figures import figures
 from ..memory.control.segment import Handle
 from ..memory.devices import named
-from .adopt.optimizer_hooks import as_list
-from .arena_writer import ArenaWriter
 from .deadlines import DEFAULT_TIMEOUT, check_worker, deadline_after, timeout_or_default, timeout_or_none, whole
 from .digest import digests_of
 from .read.snapshot import copied_state
@@ -26,8 +24,10 @@ from .source.dtypes import Dtypes, check_dtypes
 from .source.sources import Filter, Patterns, Weights
 from .stats import PublisherStats, ReaderInfo
 from .write.acks import Acks
+from .write.adoption import as_list
 from .write.update import Update
 from .write.wait_attached import Procs, check_workers, processes_of, wait_for_readers
+from .write.writer import Writer
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -87,7 +87,7 @@ class Publisher:
         check_dtypes(dtype)
         if device is not None and device != SAME:
             named(device)
-        self._writer = ArenaWriter(
+        self._writer = Writer(
             weights,
             segment.new_name() if name is None else segment.check_name(name),
             slots=whole("slots", slots, 1, _native.MAX_SLOTS),
@@ -106,12 +106,12 @@ class Publisher:
     @property
     def name(self) -> str:
         """The arena's name."""
-        return self._writer.side.name
+        return self._writer.name
 
     @property
     def version(self) -> int:
         """The published version."""
-        return self._writer.side.current[0]
+        return self._writer.current[0]
 
     @property
     def weights(self) -> TensorDictBase:
@@ -124,12 +124,12 @@ class Publisher:
         It has the leaves that the module's own state_dict() has. Raises Poisoned after an update() that failed half
         way, and WriterBusy while another call writes.
         """
-        side = self._writer.side
-        side.check()
-        with side.lock:
-            side.ready(deadline_after(None, side.timeout))
-            side.refuse_poisoned()
-            return copied_state(side.arena, side.current[1])
+        writer = self._writer
+        writer.check()
+        with writer.lock:
+            writer.ready(deadline_after(None, writer.timeout))
+            writer.refuse_poisoned()
+            return copied_state(writer.arena, writer.current[1])
 
     def digest(self) -> tuple[int, dict[str, str]]:
         """The published version, and a digest of each of its leaves by dotted key.
@@ -137,13 +137,13 @@ class Publisher:
         A digest is 16 bytes of BLAKE2b, in hex, of the leaf's bytes as they lie in the arena. Compare it with that of
         Subscriber.digest(). Raises as state_dict() does.
         """
-        side = self._writer.side
-        side.check()
-        with side.lock:
-            side.ready(deadline_after(None, side.timeout))
-            side.refuse_poisoned()
-            version, slot = side.current
-            return version, digests_of(side.arena, slot)
+        writer = self._writer
+        writer.check()
+        with writer.lock:
+            writer.ready(deadline_after(None, writer.timeout))
+            writer.refuse_poisoned()
+            version, slot = writer.current
+            return version, digests_of(writer.arena, slot)
 
     @property
     def handle(self) -> Handle:
@@ -186,7 +186,8 @@ class Publisher:
             AckTimeout: published, but these workers have not applied it in time.
         """
         writer = self._writer
-        return writer.publish(weights, deadline_after(timeout, writer.side.timeout), _acks(wait), after)
+        acks = None if wait is None else _acks(wait)
+        return writer.publish(weights, deadline_after(timeout, writer.timeout), acks, after)
 
     def update(self, *, wait: Wait = None, timeout: float | None = None) -> Update:
         """`with pub.update() as weights:` — write the new version in place; leaving publishes it.
@@ -197,7 +198,7 @@ class Publisher:
 
         Raises as publish() does: on entry before anything is written, WorkerDied and AckTimeout on leaving.
         """
-        return Update(self, self._writer.side, _acks(wait), timeout_or_none(timeout))
+        return Update(self, self._writer, _acks(wait), timeout_or_none(timeout))
 
     def adopt(
         self, module: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
@@ -224,11 +225,11 @@ class Publisher:
 
     def readers(self) -> list[ReaderInfo]:
         """Every subscriber, including dead ones whose rows are not yet free."""
-        side = self._writer.side
-        side.check()
-        version, rows = self.version, side.arena.control.rows()
-        side.peers.keep_only({row.owner for row in rows})
-        return [ReaderInfo(state=side.peers.state(row.owner), **figures(row, version)) for row in rows]
+        writer = self._writer
+        writer.check()
+        version, rows = self.version, writer.arena.control.rows()
+        writer.peers.keep_only({row.owner for row in rows})
+        return [ReaderInfo(state=writer.peers.state(row.owner), **figures(row, version)) for row in rows]
 
     def wait_readers(self, workers: Iterable[int], *, timeout: float | None = None, procs: Procs = None) -> None:
         """Wait until subscribers with these worker indices are attached. Publishes nothing, and blocks no publish.
@@ -246,18 +247,17 @@ class Publisher:
             the arena was closed meanwhile. ProtocolError: they are those of Workers that were not started. TypeError,
             ValueError: wrong arguments.
         """
-        side = self._writer.side
-        deadline = deadline_after(timeout, side.timeout)
+        writer = self._writer
+        deadline = deadline_after(timeout, writer.timeout)
         wanted = check_workers(workers)
         processes = processes_of(wanted, procs)
-        side.check()
-        side.refuse_not_started(wanted)
-        wait_for_readers(side, wanted, processes, deadline)
-
+        writer.check()
+        writer.refuse_not_started(wanted)
+        wait_for_readers(writer, wanted, processes, deadline)
 
     def stats(self) -> PublisherStats:
         """Counts and latencies since the arena was made."""
-        return self._writer.side.stats()
+        return self._writer.stats()
 
     def close(self) -> None:
         """End the arena. Subscribers keep the last version; new ones cannot attach. Idempotent.
@@ -283,20 +283,19 @@ class Publisher:
 
     def __repr__(self) -> str:
         writer = self._writer
-        state = "closed" if writer.side.closed else f"version {self.version}"
+        state = "closed" if writer.closed else f"version {self.version}"
         return f"<shmsync.Publisher {self.name!r}, {state}, slots={writer.arena.slots}>"
 
     def __del__(self) -> None:
         writer = getattr(self, "_writer", None)  # absent when the constructor refused its arguments
-        side = None if writer is None else writer.side
-        if side is not None and not side.closed and not side.in_parent:
-            warnings.warn(f"Publisher {side.name!r} was not closed", ResourceWarning, stacklevel=2)
+        if writer is not None and not writer.closed and not writer.in_parent:
+            warnings.warn(f"Publisher {writer.name!r} was not closed", ResourceWarning, stacklevel=2)
 
     def __reduce__(self) -> Any:
         raise TypeError("a Publisher cannot be pickled; pass pub.handle to the worker and make a Subscriber there")
 
 
-def writer_of(publisher: Publisher) -> ArenaWriter:
+def writer_of(publisher: Publisher) -> Writer:
     """The arena's writer, for the schemes: it does what users have no method for."""
     return publisher._writer
 

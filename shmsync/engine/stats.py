@@ -1,7 +1,7 @@
 """What publishers and subscribers report about themselves: frozen dataclasses, times in seconds.
 
-A publisher's figures are counted in write/writing.py, write/publishing.py, write/update.py and write/pin_wait.py, a
-subscriber's in native/src/read_side.cpp, read/reading.py and read/waiting.py.
+A publisher's figures are counted in write/writer.py, write/update.py and write/pin_wait.py, a subscriber's in
+native/src/read_side.cpp, read/reading.py and read/waiting.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PublisherStats:
 
 @dataclass
 class Counts:
-    """The counters of a WriteSide, by the names that they have in PublisherStats."""
+    """The counters of a Writer, by the names that they have in PublisherStats."""
 
     publishes: int = 0
     updates: int = 0

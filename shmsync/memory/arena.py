@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # Every arena mapped in this process: one slab may be mapped several times, and a publisher must know all its addresses.
 _CPU = torch.device("cpu")
 _mapped: weakref.WeakSet[Arena] = weakref.WeakSet()
+mapped_so_far = 0  # arenas that this process has mapped: where it is the same, no slab has come to other addresses
 _mapped_lock = threading.RLock()  # re-entrant: garbage collection may run finalisers while it is held
 
 
@@ -41,6 +42,11 @@ def _all_mapped() -> list[Arena]:
 def readonly_ranges() -> list[tuple[int, int]]:
     """[begin, end) of the read-only mapping of every arena of this process."""
     return [arena.readonly_range() for arena in _all_mapped() if arena.mapped]
+
+
+def mapped_ranges() -> list[tuple[int, int]]:
+    """[begin, end) of every mapping of every arena of this process."""
+    return [span for arena in _all_mapped() for span in arena.spans()]
 
 
 def arena_around(tensor: torch.Tensor, address: int) -> Arena | None:
@@ -79,8 +85,10 @@ class Arena:
     _weights: dict[tuple[int, bool], TensorDict] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        global mapped_so_far
         with _mapped_lock:
             _mapped.add(self)
+            mapped_so_far += 1
 
     @property
     def device(self) -> torch.device:

@@ -163,7 +163,7 @@ class Workers:
         self._restarts = whole("restart", restart, 0, sys.maxsize, ValueError)
         check_importable(work, start_method)
         self._pub = pub
-        self._side = writer_of(pub).side
+        self._writer = writer_of(pub)
         self._work = work
         self._args = tuple(args)
         self._context = multiprocessing.get_context(start_method)
@@ -175,7 +175,7 @@ class Workers:
         self._started = 0  # processes so far, so that a restarted worker draws new random numbers
         self._memory_kills = 0
         self._ending = False
-        self._side.not_started[self] = self._count
+        self._writer.not_started[self] = self._count
         self._used = False  # neither started nor closed
 
     @property
@@ -194,7 +194,7 @@ class Workers:
         It begins `work` from its start. A failure of the old one that no call has raised is logged. Raises ValueError
         for a `rank` that there is not, else as entering does.
         """
-        self._side.check()
+        self._writer.check()
         member = self._members.get(rank)
         if member is None:
             known = f"the workers are {sorted(self._members)}" if self._members else "none was started"
@@ -214,8 +214,8 @@ class Workers:
             WorkerFailed, WorkerDied, AckTimeout: not all workers are attached; none runs.
         """
         self._used = True
-        self._side.check()
-        if self._side.worker_watch is not None:
+        self._writer.check()
+        if self._writer.worker_watch is not None:
             raise ProtocolError(
                 f"the publisher of arena {self._pub.name!r} has Workers already; leave those first, or "
                 "give them a larger n"
@@ -223,12 +223,12 @@ class Workers:
         self._restarts_left = dict.fromkeys(range(self._count), self._restarts)
         self._started, self._ending = 0, False
         try:
-            self._side.not_started.pop(self, None)
-            self._side.watch_workers(self._look, self._explains)
+            self._writer.not_started.pop(self, None)
+            self._writer.watch_workers(self._look, self._explains)
             self._start(range(self._count))
         except BaseException:
             self._end(0.0)
-            self._side.not_started[self] = self._count
+            self._writer.not_started[self] = self._count
             raise
         return self
 
@@ -238,7 +238,7 @@ class Workers:
         Raises as leaving does; where another exception is on its way, as in a `finally`, it logs that instead.
         """
         self._used = True
-        self._side.not_started.pop(self, None)
+        self._writer.not_started.pop(self, None)
         self.__exit__(*sys.exc_info())
 
     def __enter__(self) -> Workers:
@@ -266,7 +266,7 @@ class Workers:
         for member in lost if error is not None else lost[1:]:
             self._log_failure(member)
         if error is None and lost:
-            self._raise(lost[0], self._side.current[0])
+            self._raise(lost[0], self._writer.current[0])
 
     def __del__(self) -> None:
         if not getattr(self, "_used", True):
@@ -330,7 +330,7 @@ class Workers:
         for member in members:
             if member.running:
                 member.channel.send(pickle.dumps(LEAVE))
-        deadline = time.monotonic() + (self._side.timeout if self._timeout is None else self._timeout)
+        deadline = time.monotonic() + (self._writer.timeout if self._timeout is None else self._timeout)
         while (living := [member for member in members if member.running]) and time.monotonic() < deadline:
             left = deadline - time.monotonic()
             sources: list[Any] = [member.process.sentinel for member in living]
@@ -355,14 +355,14 @@ class Workers:
                 del self._members[rank]
             except KeyboardInterrupt as error:
                 interrupted, grace = error, 0.0
-        self._side.worker_watch = None
+        self._writer.worker_watch = None
         if interrupted is not None:
             raise interrupted
 
     def _end_member(self, member: _RankProcess, grace: float) -> None:
         pid = member.process.pid
         member.end(grace)
-        if pid is not None and not self._side.closed:
+        if pid is not None and not self._writer.closed:
             writer_of(self._pub).free_rows_of(pid)
 
     def _log_failure(self, member: _RankProcess, then: str = "") -> None:

@@ -11,8 +11,6 @@ the slot has.
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 
 from ...memory.arena import Arena
@@ -33,7 +31,8 @@ class Conversions:
 
     Attributes:
         none: there is no such leaf, and every later call is a no-op.
-        sources: the tensors that are converted.
+        sources: the tensors that are converted; use() gives them.
+        devices: those on which they lie.
         from_host: the leaves that write_aside() writes: they lie in the host's memory, the slot does not.
         written: bytes that write() and write_aside() move.
         staged: the private copies that stage() fills, to be copied as bytes; none if write() converts into the slot.
@@ -60,9 +59,12 @@ class Conversions:
                     for leaf in self._leaves
                 ]
         self.from_host = [self._leaves[place] for place in self._aside]
+        found = (holding(source) for source in self.sources)
+        self.devices: list[Device] = list({device.name: device for device in found if device is not None}.values())
+        self.sources = []
 
     def use(self, tensors: list[torch.Tensor]) -> None:
-        """Convert these instead, which were checked; in the order of the sources. An empty list keeps none alive."""
+        """Convert these, which were checked; in the order of the sources. An empty list keeps none alive."""
         self.sources = tensors
 
     def stage(self) -> None:
@@ -90,9 +92,3 @@ class Conversions:
             for place, leaf in zip(self._aside, self.from_host, strict=True):
                 room = staging[leaf.offset : leaf.offset + leaf.nbytes]
                 room.view(leaf.dtype).as_strided(leaf.shape, leaf.strides).copy_(self.sources[place])
-
-    @cached_property
-    def devices(self) -> list[Device]:
-        """The devices on which sources lie. Other tensors that use() is given lie on the same ones."""
-        found = (holding(source) for source in self.sources)
-        return list({device.name: device for device in found if device is not None}.values())

@@ -1,120 +1,119 @@
-"""One checked source: which of its tensors are copied as bytes, which are converted, and which leaves keep their value.
+"""Checked sources: which of their tensors are copied as bytes, which are converted, and which leaves keep their value.
 
-Making a plan checks all of the source: keys, shapes, dtypes, devices, layouts. That costs more than the copy, so plans
-are kept (plan_cache.py). Later uses only check that nothing has changed since (native/bind/sources.hpp), or that
-another source is like it (source_signature.py). Autograd's version counters cannot tell what changed: writes through
-`.data` or numpy do not move them.
+To check all of a source, keys, shapes, dtypes, devices, layouts, costs more than the copy. So a plan is kept, and the
+next publish asks one native pass over the source's dicts (native/bind/source_plan.cpp): are keys, classes and what
+torch's exchange table shows of each tensor as they were? Addresses may differ, as those of each new state_dict() do,
+but they may not lie in the slab. Anything else that differs makes a new plan. Autograd's version counters cannot tell
+what changed: writes through `.data` or numpy do not move them.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from ... import _native
 from ...errors import ManifestMismatch
+from ...memory import arena as arenas
 from ...memory.arena import Arena
 from ...memory.devices import has_address
 from ...memory.manifest import Key, Leaf, merged
+from ...memory.torch_modes import run_plainly
 from ..source.leaf_check import extent
 from ..source.manifest_check import describe_problems, direct, mismatches, same_bytes, same_layout, untied
-from ..source.sources import Collected, WatchedDict
+from ..source.sources import EVERYTHING, Filter, Weights, collect, not_saved
+from ..source.tied import second_names, without
+from ..source.wrappers import of_wrappers, respelled
 from .converting import Conversions
-from .source_signature import Seen
 
 _native.set_exchange_table(torch.Tensor)
+_KEPT = 4  # plans: a trainer may alternate between all weights and a part, or between two forms of them
 
 
 class CopyPlan:
-    """A checked source: which tensors are copied, which through a private copy, and which leaves keep their value.
+    """How the tensors of one checked source get into a slot. match() gives it the tensors, release() drops them.
 
     Attributes:
-        kind: the class of the source that it was made for, if it fits others.
+        given: the offsets of the leaves that the source has.
+        whole: does it have every leaf?
+        in_place: is some leaf of it the slab itself, at the place where it belongs?
         conversions: the leaves that cannot be copied as plain bytes of the host; stage() them before readers are kept
             out. Only they may come from devices.
+        nbytes: what copy_to() writes.
     """
 
     def __init__(
-        self, collected: Collected, arena: Arena, name: str, *, partial: bool, any_device: bool, seen: Seen | None
+        self, source: Weights, tensors: dict[Key, Any], arena: Arena, name: str, *, partial: bool, any_device: bool
     ) -> None:
-        problems = mismatches(collected.tensors, arena, partial=partial, any_device=any_device)
-        apart = [] if problems else untied(collected.tensors, arena)
-        problems += [
-            f"{first.name} and {other.name} are one tensor in the arena but have different values in the source"
-            for first, other in apart
-            if not same_bytes(collected.tensors[first.key], collected.tensors[other.key])
-        ]
-        if partial and not collected.tensors:
-            problems.append("it gives none of the arena's leaves")
-        if problems:
-            raise ManifestMismatch(describe_problems(problems, f"arena {name!r}", "the weights given to publish()"))
-        # Leaf offsets: tied leaves are copied once, by whichever comes first.
+        apart = _refuse_misfit(tensors, arena, name, partial=partial, any_device=any_device)
+        self._arena, self._name = arena, name
+        # Of a module only this very one: its class may name its tensors by what it has elsewhere.
+        self._module = weakref.ref(source) if isinstance(source, nn.Module) else None
+        self.given = frozenset(leaf.offset for leaf in map(arena.manifest.by_key.get, tensors) if leaf and leaf.nbytes)
+        self.whole = len(self.given) == len(arena.manifest.places)
+        self.in_place = False
         converted: list[tuple[torch.Tensor, Leaf]] = []
-        self.in_place = False  # does it have leaves that are the slab itself, at the place where they belong?
-        rows: list[tuple[torch.Tensor, int, int]] = []
-        row_of: dict[Key, int] = {}
-        converted_of: dict[Key, int] = {}
-        given: set[int] = set()  # offsets
+        # By id of a tensor: rows to copy, places among the converted, where it belongs, and the tensor it is one with.
+        roles: dict[int, tuple[list[tuple[int, int]], list[int], int, int]] = {}
+        first: dict[int, Any] = {}  # by offset: tied leaves are copied once, by whichever comes first
         ranges = arena.ranges()
-        for key, tensor in collected.tensors.items():
+        pieces: list[tuple[int, int]] = []  # the plain bytes, on a device
+        for key, tensor in tensors.items():
             leaf = arena.manifest.by_key[key]
-            if leaf.nbytes == 0 or leaf.offset in given:
-                continue
-            given.add(leaf.offset)
-            in_place = _own_place(tensor, leaf, ranges, arena.slots, name)
-            self.in_place |= in_place
-            if in_place or direct(tensor, leaf):
-                row_of[key] = len(rows)
-                # In its place there is nothing to copy, as long as it stays there.
-                rows.append((tensor, leaf.offset, 0 if in_place else leaf.nbytes))
-            else:
-                converted_of[key] = len(converted)
-                converted.append((tensor, leaf))
+            rows, places, home, twin = roles.get(id(tensor), ([], [], 0, 0))
+            if leaf.nbytes and leaf.offset in first:
+                twin = id(first[leaf.offset]) if first[leaf.offset] is not tensor else twin
+            elif leaf.nbytes:
+                first[leaf.offset] = tensor
+                if _own_place(tensor, leaf, ranges, arena.slots, name):
+                    home, self.in_place = tensor.data_ptr(), True  # nothing to copy, as long as it stays there
+                elif direct(tensor, leaf):
+                    rows.append((leaf.offset, leaf.nbytes))
+                    pieces.append((leaf.offset, leaf.nbytes))
+                else:
+                    places.append(len(converted))
+                    converted.append((tensor, leaf))
+            roles[id(tensor)] = rows, places, home, twin
         self.conversions = Conversions(arena, converted)
-        rows += [(copy, leaf.offset, leaf.nbytes) for copy, leaf in self.conversions.staged]
-        self.pieces: list[tuple[int, int]] = []  # the plain bytes, on a device
-        if arena.on_device is not None:
-            self.pieces = merged(sorted((offset, size) for _, offset, size in rows if size))
-        # Tied leaves given as two tensors of equal values may differ the next time.
-        self._outline = seen.outline(row_of, converted_of) if seen is not None and seen.plain and not apart else None
-        watched: list[WatchedDict] = []
-        if self._outline is None:
-            watched = collected.watched_dicts or []
-            rows += [(tensor, 0, 0) for tensor, _ in converted]  # to notice when they change
-        self._sources = _native.Sources(watched, rows)
-        self.kind: type | None = None
-        self.fits_others = self._outline is not None  # is it good for other sources that are like its own?
-        # Those that it was made for; none if it fits others.
-        self.tensors: Mapping[Key, Any] = {} if self.fits_others else collected.tensors
-        self._reusable = collected.watched_dicts is not None and not apart and not self.fits_others
-        self.given = frozenset(given)  # the places of the leaves that the source has
-        self.whole = len(given) == len(arena.manifest.places)  # does the source have every leaf?
-        self.nbytes = self._sources.bytes + self.conversions.written  # that copy_to() writes
-        self._arena = arena
+        staged = [(copy, leaf.offset, leaf.nbytes) for copy, leaf in self.conversions.staged]
+        self._staged = _native.Sources([], staged) if staged else None
+        self._pieces = pieces if arena.on_device is not None else []
+        try:
+            self._tensors = _native.SourcePlan(source, roles)
+            self.kept = not apart  # two tensors of equal values for one leaf may differ the next time
+            self._mapped = arenas.mapped_so_far
+        except ValueError:  # arrays, numbers and what keeps its tensors elsewhere: a plan for this publish alone
+            self.kept = False
+            self._tensors = _native.SourcePlan(flat := dict(enumerate(tensors.values())), roles)
+            self._tensors.match(flat)
+        else:
+            self._tensors.match(source)
+        self.conversions.use(self._tensors.converted)
+        self.nbytes = self._tensors.bytes + sum(size for _, _, size in staged) + self.conversions.written
 
-    def take(self, source: object) -> bool | None:
-        """Copy the tensors of this source from now on; False: it is of another kind. None: it lies in the slab.
-
-        release() drops them.
-        """
-        assert self._outline is not None
-        outline, order = self._outline
-        converted: list[torch.Tensor] = []
-        if not outline.fill(source, self._sources, converted):
+    def match(self, source: Weights) -> bool:
+        """Is this source as the one that was checked? Then its tensors are the ones that are copied."""
+        tensors = self._tensors
+        if (self._module is not None and self._module() is not source) or not tensors.match(source) or tensors.away:
             return False
-        placed = dict(zip(order, converted, strict=True))
-        self.conversions.use([placed[position] for position in range(len(placed))])
-        # Always: the slab may have been mapped, since the last time, where the tensors of that time were.
-        ranges = self._arena.ranges()
-        inside = self._sources.overlaps(ranges) or outline.converts_within(ranges)
-        return None if inside or (outline.moved and self.in_place) else True
+        if tensors.moved or self._mapped != arenas.mapped_so_far:
+            self._mapped = -1  # until it is seen to be elsewhere
+            if tensors.overlaps(self._arena.ranges()):
+                return False
+            self._mapped = arenas.mapped_so_far
+        if not self.conversions.none:
+            self.conversions.use(tensors.converted)
+        return True
 
     def release(self) -> None:
-        """Keep no tensor of a source that take() was given."""
-        self._sources.release()
-        self.conversions.use([])
+        """Keep no tensor of the source."""
+        self._tensors.release()
+        if not self.conversions.none:
+            self.conversions.use([])
 
     @property
     def lacking(self) -> list[Leaf]:
@@ -123,29 +122,96 @@ class CopyPlan:
         others = {leaf.offset: leaf for leaf in leaves if leaf.nbytes and leaf.offset not in self.given}
         return sorted(others.values(), key=lambda leaf: leaf.offset)
 
-    def still_valid(self) -> bool:
-        """Is the source exactly as it was checked? Addresses of plain bytes may have moved, but not into the slab."""
-        if not self._reusable:
-            return False
-        self._reusable = False  # for good, should an interrupt come before an address that has moved is looked at
-        sources = self._sources
-        self._reusable = sources.revalidate() and not (sources.moved and sources.overlaps(self._arena.ranges()))
-        return self._reusable
-
     def staged(self) -> list[tuple[int, int]]:
         """For a slot on a device: (place in the slot, bytes) of what aside() writes, in order."""
-        return merged(sorted([*self.pieces, *((leaf.offset, leaf.nbytes) for leaf in self.conversions.from_host)]))
+        return merged(sorted([*self._pieces, *((leaf.offset, leaf.nbytes) for leaf in self.conversions.from_host)]))
 
     def aside(self, staging: torch.Tensor) -> None:
         """For a slot on a device: write what lies in the host's memory, as the slot will have it, to staging memory."""
-        self._sources.copy_to(staging.data_ptr())
+        self._tensors.copy_to(staging.data_ptr())
         self.conversions.write_aside(staging)
 
     def copy_to(self, address: int, slot: int) -> None:
         """Write the given leaves into this slot, which starts at `address`; plain bytes in one native call."""
         if not self.conversions.none:
             self.conversions.write(slot)
-        self._sources.copy_to(address)
+            if self._staged is not None:
+                self._staged.copy_to(address)
+        self._tensors.copy_to(address)
+
+
+class PlanCache:
+    """Makes plans, and finds them again: the last few of one publisher, the newest first.
+
+    Args:
+        arena, name: where they copy to.
+        filter: which leaves of a module count.
+        any_device: sources may lie on other devices than the arena.
+    """
+
+    def __init__(self, arena: Arena, name: str, filter: Filter, *, any_device: bool) -> None:
+        self._arena, self._name, self._filter, self._any_device = arena, name, filter, any_device
+        self._plans: list[CopyPlan] = []
+
+    def find(self, source: Weights) -> CopyPlan:
+        """The plan for this source, with its tensors. Call release() on it when it was carried out."""
+        if self._plans and self._plans[0].match(source):
+            return self._plans[0]
+        return self.kept(source) or self.make(source)
+
+    def kept(self, source: Weights) -> CopyPlan | None:
+        """The plan of an earlier source that was like this one, if it is one of the last."""
+        for position, plan in enumerate(self._plans):
+            if plan.match(source):
+                self._plans.insert(0, self._plans.pop(position))
+                return plan
+            plan.release()
+        return None
+
+    @run_plainly
+    def make(self, source: Weights) -> CopyPlan:
+        """A new plan. Raises ManifestMismatch when the source does not fit; a module must give every leaf."""
+        partial = not isinstance(source, nn.Module)
+        tensors = self.collect(source)
+        plan = CopyPlan(source, tensors, self._arena, self._name, partial=partial, any_device=self._any_device)
+        if plan.kept:
+            self._plans = [plan, *self._plans[: _KEPT - 1]]
+        return plan
+
+    def collect(self, source: Weights) -> dict[Key, Any]:
+        """The tensors of a source by the arena's keys, not yet checked."""
+        tensors, known = collect(source, self._filter, self._arena.manifest).tensors, self._arena.manifest.by_key
+        if isinstance(source, nn.Module):  # buffers that are never saved: an arena made from a state_dict() lacks them
+            tensors = without(tensors, not_saved(source).difference(known))
+        own = {key for key in tensors if key[-1] == "n_averaged" and key not in known}
+        if own:  # as the source spells its keys
+            own &= of_wrappers(collect(source, EVERYTHING, watch=False).tensors)
+            tensors = without(tensors, own)
+        if spelled := respelled(tensors, known):
+            tensors = {spelled.get(key, key): each for key, each in tensors.items()}
+        return without(tensors, second_names(tensors, known))
+
+    def forget(self) -> None:
+        """Keep no plan."""
+        self._plans.clear()
+
+
+def _refuse_misfit(
+    tensors: Mapping[Key, Any], arena: Arena, name: str, *, partial: bool, any_device: bool
+) -> list[tuple[Leaf, Leaf]]:
+    """Raise ManifestMismatch if they do not fit; the leaves that are one in the arena, and two of equal values here."""
+    problems = mismatches(tensors, arena, partial=partial, any_device=any_device)
+    apart = [] if problems else untied(tensors, arena)
+    problems += [
+        f"{first.name} and {other.name} are one tensor in the arena but have different values in the source"
+        for first, other in apart
+        if not same_bytes(tensors[first.key], tensors[other.key])
+    ]
+    if partial and not tensors:
+        problems.append("it gives none of the arena's leaves")
+    if problems:
+        raise ManifestMismatch(describe_problems(problems, f"arena {name!r}", "the weights given to publish()"))
+    return apart
 
 
 def _own_place(tensor: torch.Tensor, leaf: Leaf, ranges: list[tuple[int, int]], slots: int, name: str) -> bool:

@@ -1,5 +1,6 @@
 """One version is written: a slot is found, filled, committed, and acked by the workers.
 
-publishing.py has the order of these steps, writing.py the steps, update.py the section that users write in.
-May be imported by engine.
+writer.py has the steps in their order, update.py the section that users write in, adoption.py the module that is the
+slab.
+May be imported by engine and schemes.
 """

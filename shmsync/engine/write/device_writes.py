@@ -17,18 +17,54 @@ import torch
 
 from ... import _native
 from ...errors import DeviceBusy, DeviceFailed, ProtocolError, ShmSyncError
-from ...memory.devices import OnDevice, Piece, Stream
+from ...memory.devices import Device, OnDevice, Piece, Stream
 from ...memory.manifest import Manifest
 from ...memory.system.exiting import stay_if_exiting
 from ..copy.copy_plan import CopyPlan
 from ..deadlines import slice_until
-from .host_writes import HostWrites, wait_for_stream
 
 _SLICE = 50_000_000  # ns
 
 
-class DeviceWrites(HostWrites):
-    """See HostWrites for what each method has to do.
+def wait_for_stream(device: Device, stream: Stream, deadline: float, late: str) -> None:
+    """Wait for what a stream has now. Raises DeviceBusy, which says `late`, at the deadline; DeviceFailed."""
+    while not device.wait(stream, slice_until(deadline) / 1e9):
+        stay_if_exiting()
+        device.check()
+        if time.monotonic() >= deadline:
+            raise DeviceBusy(late)
+    device.check()
+
+
+def wait_for_sources(plan: CopyPlan, after: object, deadline: float, name: str) -> None:
+    """Before the host copies from devices: wait until its sources are made, and for `after`.
+
+    Raises ValueError for `after` without devices, TypeError where it is none of theirs; DeviceBusy, DeviceFailed.
+    """
+    devices = plan.conversions.devices
+    if after is not None:
+        if not devices:
+            raise ValueError(
+                f"after= orders copies on a device, but arena {name!r} lies in the host's memory, and so do the "
+                "weights; leave it out"
+            )
+        if len(devices) > 1:
+            raise ValueError(
+                "after= orders the copies of one device, but the weights lie on "
+                + " and ".join(device.name for device in devices)
+                + "; let their current streams wait for it instead"
+            )
+        devices[0].follow(devices[0].current(), devices[0].as_stream(after))
+    for device in devices:
+        late = (
+            f"the weights for arena {name!r} are still being made on {device.name}, and nothing was published; give it "
+            "more time with timeout="
+        )
+        wait_for_stream(device, device.current(), deadline, late)
+
+
+class DeviceWrites:
+    """The copies of one publisher into its arena on a device, and the commit behind them.
 
     Args:
         place: the arena's part on the device.
@@ -37,10 +73,8 @@ class DeviceWrites(HostWrites):
         writer: the native writer, which commits.
     """
 
-    at_once = False
-
     def __init__(self, place: OnDevice, manifest: Manifest, name: str, writer: _native.Writer) -> None:
-        super().__init__(name, writer)
+        self._name, self._writer = name, writer
         self._device, self._stream = place.device, place.stream
         self._bytes = manifest.slot_bytes
         self._staging: torch.Tensor | None = None
@@ -52,11 +86,14 @@ class DeviceWrites(HostWrites):
 
     @property
     def under_way(self) -> bool:
-        """As in HostWrites."""
+        """May a version still be committed, so that no other call may use the writer?"""
         return self._commit is not None
 
     def wait_until_published(self, deadline: float) -> bool:
-        """As in HostWrites."""
+        """Wait until the version that is under way is published. False: there is none.
+
+        Raises DeviceFailed when it never will be; then it is taken back. DeviceBusy at the deadline.
+        """
         commit = self._commit
         if commit is None:
             return False
@@ -82,8 +119,8 @@ class DeviceWrites(HostWrites):
         self._asked = False
         return True
 
-    def order(self, plan: CopyPlan, after: object, deadline: float) -> None:
-        """As in HostWrites, but the current streams wait. Raises TypeError for what is no stream or event."""
+    def order(self, plan: CopyPlan, after: object) -> None:
+        """Let the current streams wait for `after`, as in publish(). TypeError for what is no stream or event."""
         if after is not None:
             self._refuse_capture(self._device.current())
             made_by = self._device.as_stream(after)
@@ -92,7 +129,11 @@ class DeviceWrites(HostWrites):
                 device.follow(device.current(), made_by)
 
     def ready(self, deadline: float) -> None:
-        """As in HostWrites."""
+        """See, before anything is written, that copies can be asked for now.
+
+        Raises ProtocolError in a capture. Raises DeviceBusy while copies of a write that was given up are under way,
+        for they may read the staging memory. DeviceFailed.
+        """
         self._refuse_capture(self._device.current())
         if self._asked:
             late = (
@@ -110,12 +151,12 @@ class DeviceWrites(HostWrites):
             )
 
     def carry(self, pieces: list[Piece]) -> None:
-        """As in HostWrites."""
+        """Copy within the slab."""
         self._asked = True
         self._device.copy(self._device.current(), pieces)
 
     def write(self, plan: CopyPlan, address: int, slot: int, after: object = None) -> None:
-        """As in HostWrites."""
+        """Copy what the plan has into the slot, which begins at `address`. `after`: what order() was given."""
         self._asked = True
         mine = self._device.current()
         plan.conversions.write(slot)
@@ -131,12 +172,15 @@ class DeviceWrites(HostWrites):
             self._sources = [source.untyped_storage() for source in plan.conversions.sources]
 
     def open_to(self) -> None:
-        """As in HostWrites. Should another stream be the current one at the end, the commit waits for this one too."""
+        """An update() is open: its body writes into the slot, by the current stream.
+
+        Should another stream be the current one at the end, the commit waits for this one too.
+        """
         self._asked = True
         self._device.follow(self._stream, self._device.current())
 
     def commit(self) -> int:
-        """As in HostWrites; the device publishes it."""
+        """Let the device publish what was written, when it is written; its version."""
         self._device.follow(self._stream, self._device.current())
         self._number = int(self._writer.next_version)
         self._commit = self._writer.commit_later()
@@ -144,7 +188,7 @@ class DeviceWrites(HostWrites):
         return self._number
 
     def take_back(self) -> None:
-        """As in HostWrites."""
+        """The write that was begun ends here: from now on the device commits nothing, unless it has done so already."""
         commit, self._commit = self._commit, None
         self._sources = ()
         if commit is None and self._asked:

@@ -15,7 +15,7 @@ from ..outcome import Outcome, Wording
 from ..row_wait import RowWait
 
 if TYPE_CHECKING:
-    from .writing import WriteSide
+    from .writer import Writer
 
 Procs = Sequence[Any] | Mapping[int, Any] | None
 
@@ -86,19 +86,19 @@ class _Child(NamedTuple):
         return self.popen.poll()
 
 
-def wait_for_readers(side: WriteSide, workers: list[int], procs: dict[int, Peer], deadline: float) -> None:
+def wait_for_readers(writer: Writer, workers: list[int], procs: dict[int, Peer], deadline: float) -> None:
     """Wait until live subscribers of these workers are attached.
 
     Raises WorkerDied as soon as the process of one that is not attached has ended, AckTimeout at the deadline,
     ClosedError.
     """
-    version = side.current[0]
+    version = writer.current[0]
     what = f"version {version}"
     with ExitStack() as stack:
         peers = stack.enter_context(closing(Peers()))
         for peer in procs.values():
             stack.callback(peer.close)
-        rows = RowWait(side.arena.control, peers, (), workers, done=None)
+        rows = RowWait(writer.arena.control, peers, (), workers, done=None)
         poller = select.poll()
 
         def nap() -> None:
@@ -112,7 +112,7 @@ def wait_for_readers(side: WriteSide, workers: list[int], procs: dict[int, Peer]
             outcome = Outcome(_WORDING)
             outcome.dead = {each: str(procs[each]) for each in rows.absent if each in procs and procs[each].dead}
             outcome.check(what, version)
-            side.check()
+            writer.check()
 
         rows.until(deadline, look, nap)
         outcome = Outcome(_WORDING)

@@ -15,11 +15,11 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from ... import _native
-from ...engine.arena_writer import ArenaWriter
 from ...engine.source.manifest_check import direct
 from ...engine.source.sources import EVERYTHING, WatchedDict, Weights, collect
 from ...engine.source.strategy import unflattened
 from ...engine.source.targets import problem_with_target
+from ...engine.write.writer import Writer
 from ...memory.arena import lies_in, readonly_ranges
 from ...memory.manifest import Key, Leaf, tie
 from ...memory.torch_modes import counts_changes, run_plainly
@@ -31,7 +31,7 @@ Pair = tuple[Leaf, torch.Tensor]  # a leaf of the arena, and the tensor that it 
 class PlainCopy:
     """The way from one arena into a plain TensorDict. Made by of()."""
 
-    def __init__(self, writer: ArenaWriter, watched: list[WatchedDict], pairs: list[Pair]) -> None:
+    def __init__(self, writer: Writer, watched: list[WatchedDict], pairs: list[Pair]) -> None:
         self._writer = writer
         self._pairs = pairs
         self._good = True
@@ -40,7 +40,7 @@ class PlainCopy:
 
     @classmethod
     @run_plainly
-    def of(cls, weights: TensorDictBase, writer: ArenaWriter, *, partial: bool) -> PlainCopy | None:
+    def of(cls, weights: TensorDictBase, writer: Writer, *, partial: bool) -> PlainCopy | None:
         """For a TensorDict that has the arena's leaves as plain bytes; None for any other. `partial`: or has more."""
         collected = collect(weights, EVERYTHING, to_write=True)
         targets = unflattened(collected.tensors)
@@ -58,7 +58,7 @@ class PlainCopy:
             return None
         return cls(writer, collected.watched_dicts, [(leaf, target) for leaf, target in pairs if target.numel()])
 
-    def good_for(self, writer: ArenaWriter) -> bool:
+    def good_for(self, writer: Writer) -> bool:
         """Is it the way from this arena, and has the TensorDict the same tensors, at the same addresses?
 
         False is for good: the next look would compare with the new addresses, and the tables have the old ones.

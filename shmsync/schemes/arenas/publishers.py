@@ -168,7 +168,7 @@ class Publishers:
         if self.options.partial and made:
             source = self._strategy.extract_weights(source) if isinstance(source, nn.Module) else source
             known = max(made.values(), key=lambda publisher: publisher.version)
-            writer_of(known).check(source)
+            writer_of(known).check_weights(source)
             whole, given = _named(known.weights), _named(source)
             first = {**whole, **tied_along(whole, given), **given}
         fresh: dict[int, Publisher] = {}

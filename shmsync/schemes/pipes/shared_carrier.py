@@ -9,12 +9,12 @@ from tensordict import TensorDictBase
 from torch import nn
 from typing_extensions import override
 
-from ...engine.arena_writer import ArenaWriter
 from ...engine.deadlines import check_worker
 from ...engine.publish_all import Publication, publish_all
 from ...engine.publisher import Publisher, writer_of
 from ...engine.source.pickling import dumps, small
 from ...engine.source.strategy import WeightStrategy, refuse_bound
+from ...engine.write.writer import Writer
 from ...errors import ClosedError
 from ..arenas.plain_copy import PlainCopy
 from ..arenas.publishers import ALL, Plan, Publishers
@@ -43,7 +43,7 @@ class SharedMemCarrier(PipeCarrier):
         self._strategy = WeightStrategy(partial=publishers.options.partial, dtype=publishers.options.dtype)
         self._joined: dict[str, dict[int, Link]] = {}  # the workers that the handle of the arena was sent to
         self._unconfirmed: dict[str, set[int]] = {}  # workers that have not answered it
-        self._routes: dict[str, tuple[Route, ArenaWriter]] = {}
+        self._routes: dict[str, tuple[Route, Writer]] = {}
         self._copies: dict[str, PlainCopy] = {}  # how the plain TensorDicts get what is sent
         self._sent: dict[str, int] = {}  # versions of models whose only copy is the user's own memory
         self._set_up: set[str] = set()  # the models that have a sender

@@ -10,9 +10,9 @@ import tempfile
 import time
 
 import shmsync
-from shmsync.engine.arena_writer import ArenaWriter
 from shmsync.engine.bind import install_guards
 from shmsync.engine.bind.module_check import ModuleCheck
+from shmsync.engine.write.writer import Writer
 from support.weights import Counting, bytes_of, fill, stamped, stamps
 
 # What a new subscriber gets when the publisher was killed: any publisher that is made then, another test's too, removes
@@ -22,7 +22,7 @@ GONE = (shmsync.WriterDied, shmsync.ArenaNotFound)
 
 def create_and_stall(state, name):
     """A publisher in the middle of its first copy."""
-    ArenaWriter.publish = lambda self, *given, **named: time.sleep(10**6)
+    Writer.publish = lambda self, *given, **named: time.sleep(10**6)
     shmsync.Publisher(stamped(1), name=name)
 
 

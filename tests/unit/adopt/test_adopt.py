@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import nn
 
 import shmsync
@@ -91,9 +92,10 @@ def test_loading_is_a_version_or_joins_the_update_of_its_thread(adopted, part, a
     target.load_state_dict(doubled(target))
 
 
+@pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("wrong", ["a shape", "a missing key", "a key too many"])
-def test_a_load_that_raises_changes_nothing(adopted, wrong):
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+def test_a_load_that_raises_changes_nothing(adopted, wrong, assign):
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
     pub, sub = adopted(module)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     state = doubled(module)
@@ -102,11 +104,53 @@ def test_a_load_that_raises_changes_nothing(adopted, wrong):
     else:
         state["1.bias" if wrong == "a shape" else "2.bias"] = torch.zeros(3)
     with pytest.raises(RuntimeError, match="Error.* in loading state_dict"):
-        module.load_state_dict(state)
+        module.load_state_dict(state, assign=assign)
     assert pub.version == 1 and sub.snapshot().version == 1
+    pub.publish()
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in sub.state_dict().items())
     module.load_state_dict(doubled(module))
-    assert pub.version == 2 and torch.equal(sub.snapshot().weights["0", "weight"], module[0].weight)
+    assert pub.version == 3 and torch.equal(sub.snapshot().weights["1", "weight"], module[1].weight)
+
+
+def test_a_load_around_an_adopted_module_is_refused_outside_update(adopted):
+    module = nn.Linear(2, 2)
+    pub, _ = adopted(module)
+    agent = nn.ModuleDict({"actor": module, "critic": nn.Linear(2, 2)})
+    state = doubled(agent)
+    with pytest.raises(shmsync.ProtocolError, match=r"such as actor\.weight outside update"):
+        agent.load_state_dict(state)
+    with pub.update():
+        agent.load_state_dict(state)
+    assert pub.version == 2 and torch.equal(pub.weights["weight"], state["actor.weight"])
+
+
+def test_other_weights_are_not_published_over_an_adopted_module(adopted):
+    module = nn.Linear(2, 2)
+    pub, _ = adopted(module)
+    average = torch.optim.swa_utils.AveragedModel(module)
+    before = module.weight.detach().clone()
+    with torch.no_grad():
+        average.module.weight.fill_(7)
+    for other in (average, average.module.state_dict(), {"weight": torch.zeros(2, 2)}):
+        with pytest.raises(shmsync.ProtocolError, match="make a Publisher for"):
+            pub.publish(other)
+    assert torch.equal(module.weight, before) and pub.version == 1
+    assert pub.publish(module) == 2
+
+
+def test_a_tensordict_is_adopted(publisher, subscriber):
+    weights = TensorDict({"actor": {"weight": torch.zeros(2, 2)}, "scale": torch.zeros(3)})
+    pub = publisher(weights)
+    pub.adopt(weights)
+    sub = subscriber(pub)
+    with pub.update():
+        weights["actor", "weight"].fill_(3)
+    weights["scale"] = torch.ones(3)
+    assert pub.publish() == 3
+    assert sub.weights["actor", "weight"].eq(3).all() and sub.weights["scale"].eq(1).all()
+    weights["scale"].fill_(5)
+    assert sub.weights["scale"].eq(5).all()  # it is the slab again
 
 
 def test_a_copy_of_an_adopted_module_loads_by_its_own(adopted):

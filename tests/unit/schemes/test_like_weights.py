@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 import shmsync
-from shmsync.engine.arena_writer import ArenaWriter
+from shmsync.engine.write.writer import Writer
 from support.calls import Call
 from support.conformance.nets import Stamped
 from support.conformance.rigs import rigs
@@ -41,13 +41,13 @@ def open_rig():
 @pytest.fixture
 def found(monkeypatch):
     """What publish_like() has returned, call by call."""
-    answers, publish = [], ArenaWriter.publish_like
+    answers, publish = [], Writer.publish_like
 
     def like(self, weights, deadline):
         answers.append(publish(self, weights, deadline))
         return answers[-1]
 
-    monkeypatch.setattr(ArenaWriter, "publish_like", like)
+    monkeypatch.setattr(Writer, "publish_like", like)
     return answers
 
 

@@ -82,7 +82,6 @@ REPLACED = {
     "its clone": lambda t: t.detach().clone(),
     "its detach()": lambda t: t.detach(),
     "a parameter": lambda t: nn.Parameter(torch.rand(t.shape)),
-    "a negated view": lambda t: torch._neg_view(t.detach()),
 }
 
 PUT_IN = ["in its place", "behind the others", "in a new level", "update"]

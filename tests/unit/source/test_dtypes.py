@@ -168,7 +168,7 @@ def test_a_conversion_that_fails_is_undone(both, slots, monkeypatch):
     pub, sub = both(source, slots=slots, dtype=BF16)
     source["a"] += 1
     pub.publish()
-    views = pub._writer.arena.views(0 if slots == 1 else pub._writer.side.writer.current_slot ^ 1, writable=True)
+    views = pub._writer.arena.views(0 if slots == 1 else pub._writer.native.current_slot ^ 1, writable=True)
     with monkeypatch.context() as patch:
         patch.setitem(views, ("b",), torch.empty(3))  # a real copy_() that cannot be done
         with pytest.raises(RuntimeError, match="size of tensor"):

@@ -35,7 +35,7 @@ def test_a_version_is_committed_by_a_thread_of_the_driver_without_the_gil(driver
     )
     calls = CudaCalls(runtime, driver)
     with shmsync.Publisher({"t": torch.ones(1)}, slots=2) as pub:
-        writer = pub._writer.side.writer
+        writer = pub._writer.native
         assert writer.begin()
         call = writer.commit_later()
         assert int(calls.cuLaunchHostFunc(1, type(call).function, call.ticket())[0]) == 0

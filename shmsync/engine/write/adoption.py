@@ -1,0 +1,416 @@
+"""Adoption: a module's parameters become the slab itself (slots = 1), so that an update copies nothing.
+
+The Parameter objects stay, and only their `.data` is a view of the slab. A program may give a parameter other memory at
+any time: `p.data = averaged`, a new nn.Parameter, load_state_dict(assign=True). So one native pass looks at the module
+at each update() and publish() (copy/copy_plan.py). A parameter that left the slab is copied back and points there
+again. Buffers stay private, since forward passes write them, and are copied when an update ends.
+
+A load goes into private copies, and becomes a version when it has succeeded: torch writes what fits before it raises
+for the rest.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ... import _native
+from ...errors import ManifestMismatch, ProtocolError
+from ...memory.arena import Arena, lies_in, mapped_ranges
+from ...memory.devices import assign, has_address
+from ...memory.dynamo import skip
+from ...memory.manifest import Key, tie
+from ...memory.strides import layout_of
+from ...memory.torch_modes import copy_into, plainly, run_plainly
+from ..bind.guard import Proxy
+from ..bind.module_check import refuse_max_norm
+from ..copy.copy_plan import CopyPlan, PlanCache
+from ..source.manifest_check import elsewhere, mismatches, same_layout, tied_apart, untied
+from ..source.overlaps import meeting, shown_by_others, span
+from ..source.wrappers import modules_in
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+R = TypeVar("R")
+
+_WATCHED = 8  # parameters whose version counters are looked at by one update(): the next ones by the next
+
+
+class Adoption:
+    """The module, or TensorDict, whose parameters are views of one arena's only slot.
+
+    Args:
+        source: to adopt; nothing is changed before look() and pull().
+        arena, name: whose slot becomes its memory.
+        plans: which make the plans of its buffers.
+        inside: may the calling thread write the parameters: is it in update(), or is the arena closed?
+        update: opens an update().
+
+    Raises ManifestMismatch for a source that does not fit, ProtocolError for one that may not be adopted.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        arena: Arena,
+        name: str,
+        plans: PlanCache,
+        inside: Callable[[], bool],
+        update: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.source, self._arena, self.name, self._plans = source, arena, name, plans
+        self._inside, self._update = inside, update
+        self._views = arena.views(0, writable=True)
+        self._placed: dict[Key, torch.Tensor] = {}
+        self._plan: CopyPlan | None = None  # None: look at everything
+        self._pending: dict[Key, torch.Tensor] | None = None
+        self._loading: int | None = None  # the thread that is in load()
+        self._undo: list[Callable[[], object]] = []  # what restore() gives back besides the parameters
+        self._warned, self._window, self._versions = False, 0, dict[Key, int]()
+        placed = self._fitting()
+        theirs = mapped_ranges()
+        for key, tensor in placed.items():
+            if lies_in(tensor, theirs):
+                raise ProtocolError(
+                    f"{'.'.join(key)} shows the memory of an arena already: its module is adopted by another "
+                    f"Publisher, or bound to a Subscriber. Close that first, or publish() the module to {name!r}"
+                )
+            if layout_of(tensor) != (strides := arena.manifest.by_key[key].strides) and tensor.numel():
+                raise ManifestMismatch(
+                    f"{'.'.join(key)} lies in another memory order, strides {tensor.stride()}, than in arena {name!r}, "
+                    f"{strides}; make the Publisher of the module that it adopts"
+                )
+        self.look()
+
+    # ---- what the source has
+
+    def _fitting(self) -> dict[Key, torch.Tensor]:
+        """The parameters that the source has now, all checked."""
+        source, arena = self.source, self._arena
+        tensors = self._plans.collect(source)
+        problems = mismatches(tensors, arena, partial=False, any_device=True, source_is="adopted module")
+        problems = problems or [f"{each}; make the Publisher with device='same'" for each in elsewhere(tensors, arena)]
+        if problems:
+            raise _misfit(self.name, problems)
+        placed = {k: t for k, t in tensors.items() if isinstance(t, nn.Parameter) or not isinstance(source, nn.Module)}
+        problems = [
+            f"{first.name} and {other.name} are one tensor in the arena but two in the module"
+            for first, other in untied(tensors, arena)
+            if first.key in placed or other.key in placed
+        ]
+        problems += tied_apart(placed, arena, "module")
+        others = [(".".join(key), tensor) for key, tensor in tensors.items() if key not in placed]
+        if isinstance(source, nn.Module):
+            refuse_max_norm(
+                source,
+                "but workers read adopted weights meanwhile. Build it without max_norm, and normalise the weight "
+                "inside update(); or publish() the module instead of adopting it",
+            )
+            others += _all_tensors(source)
+        problems += _shared(placed, others)
+        if problems:
+            raise _misfit(self.name, problems)
+        return placed
+
+    def look(self) -> CopyPlan | None:
+        """The plan that copies the buffers, if all parameters are in their places; else pull() brings them back first.
+
+        Raises, before anything is changed, ManifestMismatch for tensors that do not fit, and ProtocolError while a
+        tensor outside the source shows what would be overwritten.
+        """
+        if self._pending is None and self._plan is not None and self._plan.match(self.source):
+            return self._plan
+        self._pending = self._plan = None
+        placed = self._fitting()
+        away = self._away(placed)
+        leaving = self._leaving(placed, away)
+        views = list(self._views.values())
+        staying = [tensor for key, tensor in placed.items() if key not in away]
+        # Torch counts the tensors over the slab, and does not say which part each of them shows.
+        if away and shown_by_others([*views, *staying, *leaving, *(placed[key] for key in away)], views):
+            raise ProtocolError(
+                f"{', '.join(sorted(map('.'.join, away)))} of the adopted module would overwrite memory of arena "
+                f"{self.name!r} while a tensor outside the module shows the arena: a view, a backup `p.data`, or what "
+                "swap_tensors() took out. Delete it, or keep its clone() instead, then repeat the call"
+            )
+        self._pending = placed
+        return None
+
+    def _away(self, placed: Mapping[Key, torch.Tensor]) -> set[Key]:
+        by_key = self._arena.manifest.by_key
+        return {
+            key
+            for key, tensor in placed.items()
+            if tensor.data_ptr() != self._views[key].data_ptr() or not same_layout(tensor, by_key[key])
+        }
+
+    def _leaving(self, placed: Mapping[Key, torch.Tensor], away: set[Key]) -> list[torch.Tensor]:
+        """Parameters that the source has no more, at places that are overwritten."""
+        return [old for key, old in self._placed.items() if key in away and placed[key] is not old]
+
+    @run_plainly
+    def pull(self, *, copy: bool = True) -> CopyPlan:
+        """Bring back what look() has found away, while readers are kept out; the plan that copies the buffers."""
+        placed, self._pending = self._pending, None
+        assert placed is not None
+        away = self._away(placed)
+        for old in self._leaving(placed, away):
+            old.data = old.data.clone()  # what was replaced keeps its values
+        if copy:  # two that changed places read each other's
+            slab = self._arena.ranges()
+            values = {key: placed[key].data.clone() if lies_in(placed[key], slab) else placed[key].data for key in away}
+            for key, value in values.items():
+                assign(self._views[key], value)
+        moving = list(away)
+        _native.set_data([placed[key] for key in moving], [self._views[key] for key in moving])
+        self._placed = placed
+        if isinstance(self.source, nn.Module):
+            self._guard_loads(self.source)
+        self._plan = self._plans.make(self.source)
+        return self._plan
+
+    def restore(self) -> None:
+        """Make the parameters private again, with the values they have; what was one memory stays one."""
+        while self._undo:
+            self._undo[-1]()
+            self._undo.pop()
+        copies: dict[int, torch.Tensor] = {}
+        with plainly():
+            for key, tensor in self._placed.items():
+                view = self._views[key]
+                if tensor.data_ptr() == view.data_ptr() and tensor.numel():
+                    tensor.data = copies.setdefault(view.data_ptr(), view.clone())
+
+    # ---- writes outside update()
+
+    def remember_versions(self) -> None:
+        """An update() has ended: a later write into a parameter is a stray one, until the next."""
+        keys = list(self._placed)
+        window = keys[self._window : self._window + _WATCHED]
+        self._window = 0 if self._window + _WATCHED >= len(keys) else self._window + _WATCHED
+        self._versions = {key: version for key in window if (version := _version(self._placed[key])) is not None}
+
+    def warn_of_stray_writes(self) -> None:
+        """Warn, once, of a parameter that torch has written since the last update()."""
+        if self._warned:
+            return
+        written = [
+            key for key, before in self._versions.items() if _version(self._placed.get(key)) not in (before, None)
+        ]
+        if written:
+            self._warned = True
+            warnings.warn(
+                f"{', '.join(map('.'.join, written))} of the adopted module was written outside update(): workers of "
+                f"arena {self.name!r} may have read it half written. Write inside `with pub.update():`",
+                stacklevel=4,
+            )
+
+    # ---- steps
+
+    def step_inside_update(self, optimizers: Sequence[torch.optim.Optimizer], update: Callable[[], Any]) -> None:
+        """Let the step() of each run in an update(), or be part of its thread's."""
+        for optimizer in optimizers:
+            self._undo.append(_gate(optimizer, self._inside, update))
+
+    def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Raise ValueError for one that steps no parameter of the source."""
+        own = {id(tensor) for tensor in self._placed.values()} or {
+            id(tensor) for tensor in (self._pending or {}).values()
+        }
+        for optimizer in optimizers:
+            stepped = [id(tensor) for group in optimizer.param_groups for tensor in group["params"]]
+            if own.isdisjoint(stepped):
+                raise ValueError(
+                    f"the optimizer steps {len(stepped)} parameter(s), none of them of the module to adopt; pass the "
+                    "optimizer of this module"
+                )
+
+    def refuse_other_steps(self) -> None:
+        """Refuse steps of the parameters outside update(), by other optimizers or past the step() that it is in."""
+        reference = weakref.ref(self)
+
+        @torch.compiler.disable
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            adoption = reference()
+            if adoption is None or adoption._inside():
+                return
+            own = {id(tensor) for tensor in adoption._placed.values()}
+            if not own.isdisjoint(id(tensor) for group in optimizer.param_groups for tensor in group["params"]):
+                raise ProtocolError(
+                    f"this {type(optimizer).__name__} steps parameters of an adopted module outside update(), while "
+                    "workers read them; pass it to adopt(module, optimizer) and take (or compile) its step afterwards, "
+                    "or step inside `with pub.update():`"
+                )
+
+        hook = register_optimizer_step_pre_hook(before_step)
+        weakref.finalize(self, hook.remove).atexit = False  # of a Publisher that was not closed
+        self._undo.append(hook.remove)
+
+    # ---- loads
+
+    def _guard_loads(self, module: nn.Module) -> None:
+        for child in modules_in(module):
+            for name in ("load_state_dict", "_load_from_state_dict"):
+                if not isinstance(child.__dict__.get(name), _Loading) and hasattr(child, name):
+                    self._undo.append(_Loading(child, name, self).remove)
+
+    def refuses_load(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> str | None:
+        """A key under which a load of a module around the source would write a parameter outside update()."""
+        if self._loading == threading.get_ident() or self._inside():
+            return None
+        own = {id(tensor) for tensor in self._placed.values()}
+        names = (prefix + name for name, tensor in module._parameters.items() if id(tensor) in own)
+        return next((name for name in names if name in state_dict), None)
+
+    def load(self, run: Callable[[], R]) -> R:
+        """What run(), which loads into the source, returns: as a version, or with everything as it was."""
+        if self._loading == threading.get_ident():
+            return run()
+        stores: list[dict[str, Any]] = [
+            store for each in modules_in(self.source) for store in (each._parameters, each._buffers)
+        ]
+        before = [dict(store) for store in stores]
+        placed = list({id(tensor): (tensor, self._views[key]) for key, tensor in self._placed.items()}.values())
+        own = {id(tensor) for tensor, _ in placed}
+        with plainly():
+            others = [t for store in before for t in store.values() if t is not None and id(t) not in own]
+            values = [(tensor, tensor.detach().clone()) for tensor in others if tensor.device.type != "meta"]
+            copies: dict[int, torch.Tensor] = {}
+            private = [copies.setdefault(view.data_ptr(), view.clone()) for _, view in placed]
+            _native.set_data([tensor for tensor, _ in placed], private)
+        self._loading = threading.get_ident()
+        try:
+            result = run()
+            self.remember_versions()  # it has written into private copies
+            if not self._inside():
+                with self._update():  # takes the parameters in
+                    pass
+            return result
+        except BaseException:
+            with plainly():
+                for store, held in zip(stores, before, strict=True):
+                    store.clear()
+                    store.update(held)
+                for tensor, value in values:
+                    copy_into(tensor, value)
+                _native.set_data([tensor for tensor, _ in placed], [view for _, view in placed])
+            self._pending = self._plan = None
+            raise
+        finally:
+            self._loading = None
+            self.remember_versions()
+
+
+class _Loading(Proxy):
+    """Replaces `load_state_dict()` of an adopted module, and of each in it, or the part that writes its own tensors.
+
+    That part is called alone when a module is loaded that has the adopted one inside.
+    """
+
+    def __init__(self, module: nn.Module, name: str, adoption: Adoption) -> None:
+        self._adoption = weakref.ref(adoption)
+        super().__init__(module, name, shows_as=False)
+
+    def __call__(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load, and publish; raise ProtocolError for the part alone."""
+        adoption = self._adoption()
+        if adoption is None:  # its Publisher is gone
+            return self.inner(state_dict, *args, **kwargs)
+        if self.method == "load_state_dict":
+            return adoption.load(lambda: self.inner(state_dict, *args, **kwargs))
+        if (name := adoption.refuses_load(self.module, state_dict, args[0] if args else "")) is not None:
+            raise ProtocolError(
+                f"load_state_dict() of a module around the adopted one would write parameters such as {name} outside "
+                f"update(), while workers of arena {adoption.name!r} read them; call it inside `with pub.update():`, "
+                "or call load_state_dict() of the adopted module"
+            )
+        return self.inner(state_dict, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.module, self.method)  # a pickled module loads without this package
+
+
+def _gate(
+    optimizer: torch.optim.Optimizer, inside: Callable[[], bool], update: Callable[[], Any]
+) -> Callable[[], None]:
+    """Replace step() of this optimizer by one that runs in an update(); what gives the optimizer its own step back."""
+    inner, had = optimizer.step, vars(optimizer).get("step")
+
+    # Dynamo skips this frame and compiles the optimizer's own step below.
+    @skip
+    def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if inside():
+            return inner(*args, **kwargs)
+        with update():
+            return inner(*args, **kwargs)
+
+    if hasattr(inner, "_wrapped_by_lr_sched"):  # schedulers that are made later look for this attribute
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    method = MethodType(step, optimizer)  # schedulers wrap a method
+    optimizer.step = method  # type: ignore[method-assign]
+
+    def remove() -> None:
+        if vars(optimizer).get("step") is not method:
+            return  # something else has wrapped it since; inside() lets every call through
+        if had is None:
+            del optimizer.step
+        else:
+            optimizer.step = had  # type: ignore[method-assign]
+
+    return remove
+
+
+def as_list(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    """What adopt() takes: none, one, or several. Raises TypeError for anything else."""
+    optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    for each in optimizers:
+        if not (hasattr(each, "param_groups") and callable(getattr(each, "step", None))):
+            raise TypeError(f"optimizer= takes a torch.optim.Optimizer, or a list of them, not a {type(each).__name__}")
+    return optimizers
+
+
+def _all_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, those too that the arena has not, and tensors that modules have as plain attributes."""
+    return [
+        (f"{prefix}.{name}" if prefix else name, value)
+        for prefix, child in module.named_modules()
+        for held in (child._parameters, child._buffers, vars(child))
+        for name, value in held.items()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+def _shared(placed: Mapping[Key, torch.Tensor], others: list[tuple[str, torch.Tensor]]) -> list[str]:
+    """Which of the parameters to place share memory with another tensor, but for those that are tied to each other."""
+    known = {id(tensor) for tensor in placed.values()}
+    tensors = [(".".join(key), tensor) for key, tensor in placed.items()]
+    tensors += {id(tensor): (name, tensor) for name, tensor in others if id(tensor) not in known}.values()
+    spans = [(*span(tensor), (name, tensor)) for name, tensor in tensors if has_address(tensor) and tensor.numel()]
+    return [
+        f"{one} and {two} share memory, and would not after adopt(): give one of them private memory"
+        for (one, a), (two, b) in meeting(sorted(spans, key=lambda each: each[:2]))
+        if (id(a) in known or id(b) in known) and not (id(a) in known and id(b) in known and tie(a) == tie(b))
+    ]
+
+
+def _version(tensor: torch.Tensor | None) -> int | None:
+    try:
+        return None if tensor is None else tensor._version
+    except RuntimeError:  # an inference tensor has no version counter
+        return None
+
+
+def _misfit(name: str, problems: list[str]) -> ManifestMismatch:
+    lines = "".join(f"\n  {problem}" for problem in problems)
+    return ManifestMismatch(
+        f"the module to adopt, or adopted, does not fit arena {name!r}: {len(problems)} difference(s). "
+        f"Change the module back, or make a new Publisher for it:{lines}"
+    )

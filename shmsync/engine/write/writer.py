@@ -1,0 +1,606 @@
+"""The writer of one arena: from what a user passes to a version that readers can apply.
+
+Publisher shows it to users; schemes and Workers call it too. A version travels so: find the plan of its source, get a
+slot (begin), copy, commit, wait for acks. In an arena on a device the copies are done later, and the device commits
+behind them (device_writes.py): until then the native writer is the device's, so every call begins at ready().
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Container
+from contextlib import nullcontext
+from multiprocessing import util
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ... import _native
+from ...errors import (
+    ClosedError,
+    DeviceFailed,
+    ForkedHandle,
+    ManifestMismatch,
+    Poisoned,
+    ProtocolError,
+    WorkerDied,
+    WriterBusy,
+)
+from ...memory import arena as arenas
+from ...memory.arena import Arena, create
+from ...memory.control import segment
+from ...memory.control.reader_figures import RowId
+from ...memory.manifest import Key, Manifest
+from ...memory.system.exiting import exiting, stay_if_exiting, watch_exit
+from ...memory.system.process import Peers, me, pid_of
+from ...memory.torch_modes import plainly, run_plainly
+from ..by_value import copy_by_value
+from ..copy.copy_plan import CopyPlan, PlanCache
+from ..deadlines import Samples, deadline_after
+from ..source.arena_device import place_for
+from ..source.dtypes import Dtypes, cast_leaves, kept_leaves
+from ..source.leaf_check import problem_with
+from ..source.manifest_check import same_bytes
+from ..source.sources import EVERYTHING, Filter, Weights, check_keys, collect, not_saved
+from ..stats import Counts, PublisherStats
+from .acks import Acks, WorkerWatch, wait_for_acks
+from .adoption import Adoption
+from .close_request import CloseRequest
+from .device_writes import DeviceWrites, wait_for_sources
+from .dirty_leaves import DirtyLeaves
+from .pin_wait import PinWait
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+
+class Writer:
+    """Makes an arena for some weights, and writes its versions. Not yet ready for readers: see open().
+
+    Args:
+        weights, name, slots, max_readers, device, dtype, timeout: those of Publisher, already checked.
+        filter: which leaves the arena has.
+
+    Attributes:
+        source: what publish() reads when it is given nothing; None when it must be given some.
+        lock: held around each call that writes; a second holder gets WriterBusy at once.
+        timeout: the arena's default, in seconds.
+        native: the writer's side of the protocol. On a device only behind ready().
+        adopted: the module that is the slab.
+        worker_watch: how waits for acks learn of failures of Workers; not_started: Workers that wait to be started, and
+            how many they are.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        name: str,
+        *,
+        slots: int,
+        max_readers: int,
+        device: torch.device | str | None,
+        dtype: Dtypes,
+        filter: Filter,
+        timeout: float,
+    ) -> None:
+        self.source: Weights | None = weights
+        self.name, self.timeout = name, timeout
+        with plainly():
+            tensors, manifest = _manifest_of(weights, filter, dtype)
+            place = place_for(tensors, device)
+        del tensors
+        self.arena, self._created = create(name, manifest, slots=slots, max_readers=max_readers, device=place.device)
+        self.plans = PlanCache(self.arena, name, filter, any_device=place.any_device)
+        on_device = self.arena.on_device
+        self.native = _native.Writer(self.arena.control, me().owner, on_device is not None)
+        self.device = None if on_device is None else DeviceWrites(on_device, manifest, name, self.native)
+        self.lock, self.peers, self.counts = _native.WriterLock(), Peers(), Counts()
+        self.close_request = CloseRequest(self.lock)
+        self.pin_wait = PinWait(self.arena, name, self.native, self.peers, me().owner, self.close_request)
+        self.closed = False
+        self.adopted: Adoption | None = None
+        self.updating_thread: int | None = None
+        self.worker_watch: WorkerWatch | None = None
+        self.not_started: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._touched = True  # may the write that is under way have changed a byte?
+        self._generation = _native.fork_generation()
+        self._dirty = DirtyLeaves(manifest, slots)
+        self._addresses = [self.arena.slot_address(slot) for slot in range(slots)]
+        watch_exit()
+        copy_by_value()
+        self._closing: list[bool] = []  # filled by close(), which holds the lock itself
+        parts = name, self.arena, self._created, self.native, self.device, self.peers
+        self._finalizer = util.Finalize(self, _clean_up, (*parts, self._closing), exitpriority=20)
+
+    def open(self, first_version: int = 1) -> None:
+        """Publish the first version, under this number, and let readers attach."""
+        self.publish(None, deadline_after(None, self.timeout), version=first_version)
+        with self.lock:
+            self.ready(deadline_after(None, self.timeout))
+        segment.make_ready(self._created)
+
+    # ---- may this call write?
+
+    @property
+    def in_parent(self) -> bool:
+        """Does it belong to a parent of this process, which was forked since?"""
+        return self._generation != _native.fork_generation()
+
+    def check(self) -> None:
+        """Raise if this process may not write here (any more)."""
+        stay_if_exiting()
+        if self._generation != _native.fork_generation():
+            raise ForkedHandle("this Publisher belongs to the parent process; a forked child may only subscribe")
+        if self.closed:
+            raise ClosedError(f"arena {self.name!r} is closed; make a new Publisher")
+
+    def ready(self, deadline: float) -> None:
+        """The gate of every call that writes: call it first, with the lock.
+
+        Raises as check(), for close() may have come between. What an interrupt has left of a write is undone. On a
+        device it waits until the version that is under way is published; raises WriterBusy when that is not in time,
+        DeviceFailed when it never will be.
+        """
+        self.check()
+        if self.device is not None and self.device.under_way:
+            self.wait_until_published(deadline)
+        if self.native.writing:
+            self.undo()
+
+    def wait_until_published(self, deadline: float) -> None:
+        """On a device: wait until the version that is under way is published."""
+        if self.device is None:
+            return
+        try:
+            if self.device.wait_until_published(deadline):
+                self._dirty.written()
+        except DeviceFailed:
+            self.undo()
+            raise
+
+    @property
+    def current(self) -> tuple[int, int]:
+        """The published version, and its slot."""
+        return self.native.published
+
+    @property
+    def weights(self) -> TensorDictBase:
+        """The published weights, zero-copy and read-only."""
+        self.check()
+        return self.arena.weights(self.current[1])
+
+    @property
+    def next_version(self) -> int:
+        """The version that is being written, or will be written next."""
+        return int(self.native.next_version)
+
+    # ---- a version
+
+    def publish(
+        self,
+        weights: Weights | None,
+        deadline: float,
+        acks: Acks | None = None,
+        after: object = None,
+        version: int | None = None,
+        optional: Container[Key] | None = None,
+    ) -> int:
+        """As Publisher.publish(). `version`: this one instead of the next; `optional`: as in check_weights()."""
+        self.check()
+        with self.lock:
+            if self.closed or self.device is not None or self.native.writing:
+                self.ready(deadline)
+            plan = self._plan(weights, optional)
+            try:
+                return self._write(plan, deadline, acks, after, version)
+            finally:
+                if plan is not None:
+                    plan.release()
+
+    def publish_like(self, weights: Weights, deadline: float) -> int | None:
+        """As publish(), of a TensorDict or dict with every leaf that is like an earlier one; else None."""
+        self.check()
+        with self.lock:
+            self.ready(deadline)
+            if self.adopted is not None or self.device is not None:
+                return None
+            plan = self.plans.kept(weights)
+            try:
+                if plan is None or not plan.whole or plan.in_place:
+                    return None
+                return self._write(plan, deadline)
+            finally:
+                if plan is not None:
+                    plan.release()
+
+    def check_weights(self, weights: Weights, optional: Container[Key] | None = None) -> None:
+        """Raise what publishing these would raise before anything is written.
+
+        `optional`: the leaves that may be missing; None: all.
+        """
+        with self.lock:
+            self.ready(deadline_after(None, self.timeout))
+            plan = self._plan(weights, optional)
+            if plan is not None:
+                plan.release()
+
+    def _plan(self, weights: Weights | None, optional: Container[Key] | None = None) -> CopyPlan | None:
+        """The plan of weights that fit; None: the adopted module's, which is made once its parameters are back."""
+        source = self.source if weights is None else weights
+        if self.adopted is not None:
+            if source is not self.adopted.source:
+                raise ProtocolError(
+                    f"arena {self.name!r} has adopted another module, whose parameters this would overwrite; write "
+                    "them inside `with pub.update():`, call load_state_dict() of that module, or make a Publisher for "
+                    "these weights",
+                    version=self.next_version,
+                )
+            return self.adopted.look()  # its owner may publish it as it is after a failure
+        plan = self.plans.find(source)
+        if optional is not None and not plan.whole:
+            missing = [leaf.name for leaf in plan.lacking if leaf.key not in optional]
+            if missing:
+                raise ManifestMismatch(
+                    f"the weights lack {', '.join(missing)}; nothing was published, send all of them"
+                )
+        if not plan.whole or plan.in_place:
+            self.refuse_poisoned()
+        return plan
+
+    def _write(
+        self,
+        plan: CopyPlan | None,
+        deadline: float,
+        acks: Acks | None = None,
+        after: object = None,
+        version: int | None = None,
+    ) -> int:
+        """Carry out a checked plan; the new version."""
+        if acks is not None:
+            self.refuse_wait(acks)
+        if plan is not None and (after is not None or not plan.conversions.none):
+            if self.device is None:
+                wait_for_sources(plan, after, deadline, self.name)
+            else:
+                self.device.order(plan, after)
+            plan.conversions.stage()
+        started = time.perf_counter()
+        try:
+            self._touched = False
+            self.pin_wait.died.clear()
+            if version is not None or self.device is not None or not self.native.begin():
+                self.begin(deadline, version)
+            self._touched = True
+            if plan is None:
+                assert self.adopted is not None
+                plan = self.adopted.pull()
+                plan.conversions.stage()
+            if self.arena.slots > 1:
+                self._carry(plan.given)
+            slot = self.native.slot
+            if self.device is None:
+                plan.copy_to(self._addresses[slot], slot)
+            else:
+                self.device.write(plan, self._addresses[slot], slot, after)
+            self.counts.bytes_copied += plan.nbytes
+            version = self.commit() if self.device is not None or self.arena.slots > 1 else int(self.native.commit())
+        except BaseException:  # an interrupt may land anywhere
+            self.undo()
+            raise
+        if self.adopted is not None:
+            self.adopted.remember_versions()
+        self.counts.publishes += 1
+        self.counts.publish.add(time.perf_counter() - started)
+        if acks is not None:
+            self.wait_acks(version, acks, deadline)
+        return version
+
+    def begin(self, deadline: float, version: int | None = None) -> None:
+        """Get a slot to write, or raise with nothing written; the caller undoes. `version`: this one, not the next.
+
+        The gate does not stay closed for a process that is stopped: it is opened until that goes on, so that other
+        readers go on with the old version. A reader that runs is waited for with the gate closed, since it leaves its
+        section soon.
+        """
+        self._touched = False
+        self.pin_wait.died.clear()
+        started = 0.0
+        while True:
+            if version is not None and version != self.next_version and not self.native.skip_to(version):
+                raise ProtocolError(
+                    f"the next version can be {self.next_version} or later, not {version}; versions only grow",
+                    version=version,
+                )
+            if self.device is not None:
+                self.device.ready(deadline)
+            if self.native.begin():
+                break
+            started = started or time.perf_counter()
+            if self.pin_wait.until_free(deadline):
+                break
+            self.native.abort()
+            self.pin_wait.while_stopped(deadline)
+        if started:
+            self.counts.pin_wait.add(time.perf_counter() - started)
+
+    def _carry(self, given: frozenset[int] | None) -> None:
+        """Bring the slot to write up to date, but for the leaves at these offsets, which are written next.
+
+        None: any leaf may be written, and all have their current values before.
+        """
+        to, source = self._addresses[self.native.slot], self._addresses[self.native.current_slot]
+        pieces = self._dirty.begin(self.native.slot, given)
+        if pieces:
+            table = [(to + offset, source + offset, size) for offset, size in pieces]
+            _native.copy(table) if self.device is None else self.device.carry(table)
+            self.counts.bytes_copied += sum(size for _, _, size in table)
+
+    def commit(self) -> int:
+        """Publish what was written; the new version. On a device: when it is written."""
+        if self.device is not None:
+            return self.device.commit()
+        version = int(self.native.commit())
+        self._dirty.written()
+        return version
+
+    def undo(self) -> None:
+        """Take a failed write back: the arena is as before, or poisoned if its only slot may be half written."""
+        self.counts.aborted += 1
+        if self.device is not None:
+            self.device.take_back()
+        if self.arena.slots == 1 and self.native.writing and self._touched:
+            self.native.poison()
+        else:
+            self.native.abort()
+
+    def refuse_poisoned(self) -> None:
+        """Raise if the last update() failed half way."""
+        if self.native.poisoned:
+            cure = "with all weights, or without an argument for those that the Publisher was made of"
+            if self.adopted is not None:
+                cure = "without an argument: it takes the adopted module as it is now"
+            raise Poisoned(
+                f"update() to version {self.next_version} of arena {self.name!r} failed half way, so this would leave "
+                f"torn weights; call publish() first, {cure}",
+                version=self.next_version,
+            )
+
+    # ---- update() and adopt()
+
+    def begin_update(self, deadline: float) -> TensorDictBase:
+        """Get a slot that has the current version, to be written in place; its weights. For Update, with the lock."""
+        self.ready(deadline)
+        self.refuse_poisoned()
+        looked = None
+        if self.adopted is not None:
+            self.adopted.warn_of_stray_writes()
+            looked = self.adopted.look()
+        if self.arena.slots == 1:
+            self.arena.weights(0, writable=True)  # the first time it imports tensordict: before the gate closes
+        self.begin(deadline)
+        if self.arena.slots > 1:
+            self._carry(None)
+        elif self.adopted is not None and looked is None:
+            self._touched = True
+            self.adopted.pull()
+        if self.device is not None:
+            self.device.open_to()
+        weights = self.arena.weights(self.native.slot, writable=True)
+        self._touched = True
+        self.updating_thread = threading.get_ident()
+        return weights
+
+    def end_update(self) -> int:
+        """Publish what the body of an update() has written; the new version."""
+        if self.adopted is not None:
+            plan = self.adopted.look() or self.adopted.pull()  # the body may have replaced tensors too
+            plan.conversions.stage()
+            plan.copy_to(self._addresses[0], 0)
+            plan.release()
+            self.counts.bytes_copied += plan.nbytes
+            self.adopted.remember_versions()
+        version = self.commit()
+        self.updating_thread = None
+        self.counts.updates += 1
+        return version
+
+    @run_plainly
+    def adopt(self, publisher: Any, source: Any, optimizers: list[torch.optim.Optimizer]) -> None:
+        """As Publisher.adopt(). `publisher`: what a step keeps alive."""
+        with self.lock:
+            self.ready(deadline_after(None, self.timeout))
+            adopted = self.adopted
+            if adopted is None:
+                adopted = self._adoption(weakref.ref(publisher), source)
+                adopted.check_optimizers(optimizers)
+                self._publish_if_different(source)
+                adopted.pull(copy=False)
+                adopted.remember_versions()
+                adopted.refuse_other_steps()
+                self.adopted, self.source = adopted, source
+            elif adopted.source is not source or not optimizers:
+                raise ProtocolError("this arena has adopted a module already; make another Publisher for this one")
+            else:
+                adopted.check_optimizers(optimizers)
+            adopted.step_inside_update(optimizers, publisher.update)
+
+    def _adoption(self, publisher: weakref.ref[Any], source: Any) -> Adoption:
+        writer = weakref.ref(self)  # the module keeps neither
+
+        def inside() -> bool:
+            it = writer()
+            return it is None or it.closed or it.adopted is not made or it.updating_thread == threading.get_ident()
+
+        def update() -> Any:
+            owner = publisher()
+            return nullcontext() if owner is None else owner.update()
+
+        made = Adoption(source, self.arena, self.name, self.plans, inside, update)
+        return made
+
+    def _publish_if_different(self, source: Weights) -> None:
+        tensors, views = self.plans.collect(source), self.arena.views(0)
+        if self.native.poisoned or any(
+            tensor.dtype != views[key].dtype or not same_bytes(tensor, views[key]) for key, tensor in tensors.items()
+        ):
+            plan, deadline = self.plans.find(source), deadline_after(None, self.timeout)
+            if plan.in_place:
+                self.refuse_poisoned()
+            self._write(plan, deadline)
+            plan.release()
+            self.wait_until_published(deadline)
+
+    def forget_source(self) -> None:
+        """Let go of the constructor's weights: from now on publish() must be given some."""
+        self.source = None
+
+    # ---- acks
+
+    def refuse_not_started(self, workers: list[int] | None) -> None:
+        """Raise if a call would wait for these workers (None: all), and Workers that have them were not started."""
+        for count in self.not_started.values():
+            if workers is None or any(worker < count for worker in workers):
+                raise ProtocolError(
+                    f"the {count} Workers of arena {self.name!r} were made but not started, so they cannot "
+                    "apply a version. Write `with shmsync.Workers(...) as workers:`, or call workers.start() first",
+                    version=self.next_version,
+                )
+
+    def refuse_wait(self, acks: Acks) -> None:
+        """Raise if this call would wait for an ack that only its own thread could give, or for Workers not started."""
+        if self.not_started:
+            self.refuse_not_started(acks.workers)
+        if arenas.mapped_so_far == 1:  # by this Publisher: no Subscriber was ever made here
+            return
+        rows = [self.arena.control.row(index) for index in self.arena.rows_held_by_this_thread()]
+        if any(acks.workers is None or row.worker in acks.workers for row in rows):
+            raise ProtocolError(
+                "this thread is inside a read section, and wait= would wait for it to leave; leave the section first",
+                version=self.next_version,
+            )
+
+    def wait_acks(self, version: int, acks: Acks, deadline: float) -> None:
+        """Wait, after the commit, until the workers have applied the version. Raises WorkerDied, AckTimeout."""
+        self.wait_until_published(deadline)
+        started = time.perf_counter()
+        watch = self.worker_watch
+
+        def ending() -> bool:
+            if watch is not None:
+                watch.look(version)
+            return self.close_request.pending()
+
+        try:
+            with self.close_request.waiting():
+                try:
+                    wait_for_acks(self.pin_wait, version, acks.workers, deadline, ending)
+                except WorkerDied as error:
+                    if watch is None or not watch.explains(error):
+                        raise
+                ending()
+        finally:
+            self.counts.ack_wait.add(time.perf_counter() - started)
+            if len(self.peers):  # a worker was late; rows that were given back need no pidfd any more
+                self.peers.keep_only({owner for _, owner in self.arena.control.owners()})
+
+    def watch_workers(self, look: Callable[[int], None], explains: Callable[[WorkerDied], bool]) -> None:
+        """Let waits for acks call these from now on; see WorkerWatch. `worker_watch = None` ends it."""
+        self.worker_watch = WorkerWatch(look, explains)
+
+    def applied_by(self, version: int) -> list[int]:
+        """The workers whose last ack is for this version, including those that have left or died since."""
+        rows = self.arena.control.rows(left=True)
+        return [row.worker for row in rows if row.worker is not None and row.acked == version]
+
+    def forget_acks(self, worker: int) -> None:
+        """Another process is `worker` from now on; what those before it applied, who are gone, is not its doing."""
+        control, mine = self.arena.control, me().owner
+        for row in control.rows(left=True):
+            if row.worker != worker:
+                continue
+            if row.owner == 0 or (not self.peers.alive(row.owner) and control.reap(*row.id, mine)):
+                control.forget(row.number, mine)
+
+    def free_rows_of(self, pid: int) -> None:
+        """This process was ended on purpose: its rows are no deaths that a later wait should report."""
+        control, mine = self.arena.control, me().owner
+        for row in control.rows():
+            if pid_of(row.owner) == pid and not self.peers.alive(row.owner):
+                control.reap(*row.id, mine)
+
+    def attached_rows(self) -> dict[int, RowId]:
+        """The row of each attached worker, by its index."""
+        return {row.worker: row.id for row in self.arena.control.rows() if row.worker is not None}
+
+    def wait_rows(self, version: int, rows: list[RowId], nanoseconds: int) -> list[RowId]:
+        """Wait until these rows have acked, at most `nanoseconds`; returns those that have not. Raises DeviceFailed."""
+        try:
+            self.wait_until_published(time.monotonic() + nanoseconds / 1e9)
+        except WriterBusy:
+            return rows
+        return list(self.native.wait_acks(version, rows, nanoseconds))
+
+    # ---- the end
+
+    def stats(self) -> PublisherStats:
+        """Counts and latencies so far."""
+        counted = vars(self.counts).items()
+        each: Any = {name: value.latency() if isinstance(value, Samples) else value for name, value in counted}
+        return PublisherStats(version=self.current[0], reaped=self.pin_wait.reaped, stalls=self.pin_wait.stalls, **each)
+
+    def close(self) -> None:
+        """As Publisher.close()."""
+        if self.closed or self.in_parent:
+            return
+        with self.close_request.exclusive(deadline_after(None, self.timeout)):
+            adopted, self.adopted = self.adopted, None
+            try:
+                if adopted is not None:
+                    adopted.restore()
+            finally:
+                self.closed = True
+                self.plans.forget()
+                self._closing.append(True)
+                self._finalizer()
+
+
+def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes) -> tuple[dict[Key, Any], Manifest]:
+    everything = collect(weights, EVERYTHING, watch=False).tensors
+    tensors = everything
+    if filter.filters:
+        tensors = {key: value for key, value in everything.items() if filter.admits(".".join(key))}
+    check_keys(tensors)
+    problems = filter.idle(".".join(key) for key in everything) if filter.filters else []
+    problems += [f"{'.'.join(key)} {reason}" for key, value in tensors.items() if (reason := problem_with(value))]
+    if not tensors and not problems:
+        problems = ["there is no tensor to publish (after include= and exclude=)"]
+    if problems:
+        raise ManifestMismatch("these weights cannot be published: " + "; ".join(problems))
+    dtypes = cast_leaves(tensors, dtype, kept_leaves(weights, everything) if isinstance(dtype, torch.dtype) else ())
+    unsaved = not_saved(weights) if isinstance(weights, nn.Module) else ()
+    return tensors, Manifest.of(tensors, dtypes=dtypes, filtered=filter.filters, unsaved=unsaved)
+
+
+def _clean_up(
+    name: str,
+    arena: Arena,
+    created: segment.Created,
+    native: _native.Writer,
+    device: DeviceWrites | None,
+    peers: Peers,
+    closing: list[bool],
+) -> None:
+    """End the arena. Holds no Writer, so that it can run when that is collected, and at exit."""
+    if device is not None:
+        device.take_back()
+    native.close()
+    try:  # before unlock(): the process that has the lock of an unready segment may remove its name and use it
+        segment.withdraw(name, created.inode)
+    finally:
+        created.unlock()
+    peers.close()
+    if closing or not exiting():  # else a daemon thread may still copy, and the memory goes with the process anyway
+        arena.release()
