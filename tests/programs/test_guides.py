@@ -51,8 +51,3 @@ def test_a_page_prints_what_it_shows(tmp_path, name):
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_python_block_runs_as_it_stands(start, block):
     start().call(run_source, block)
-
-
-def test_every_guide_is_followed_by_a_test():
-    followed = {name.removeprefix("guides/") for name in PAGES} | {"notebooks", "containers"}
-    assert {page.stem for page in (DOCS / "guides").glob("*.md")} <= followed

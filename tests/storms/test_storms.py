@@ -11,15 +11,14 @@ import pytest
 
 from support.storms import storm
 
-LONGER = ["engine-device", "shared-memory-3", "multiprocess", "collector", "torchrl", "ray", "rpc", "distributed"]
+STORMS = ["shared-memory", "engine", "engine-device", "shared-memory-3", "multiprocess", "collector", "torchrl", "ray",
+          "rpc", "distributed"]  # fmt: skip
 # The module, and the extra of shmsync that brings it.
 NEEDS = {"ray": ("ray", "ray"), "collector": ("gymnasium", "collectors"), "torchrl": ("torchrl", "torchrl")}
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["shared-memory", "engine", *(pytest.param(each, marks=pytest.mark.slow) for each in LONGER)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STORMS)
 def test_a_storm_breaks_no_promise(name, request):
     module, extra = NEEDS.get(name, (None, None))
     if module is not None and importlib.util.find_spec(module) is None:

@@ -10,9 +10,7 @@ import signal
 import sys
 import threading
 import traceback
-from pathlib import Path
 
-import shmsync
 from support.processes import PATIENCE
 
 
@@ -124,30 +122,6 @@ def in_forked_child(function):
         text = file.read()
     _, status = os.waitpid(pid, 0)
     return os.waitstatus_to_exitcode(status), pickle.loads(text) if text else None
-
-
-def calls_of(work):
-    """[(event, code), ...]: the "call" of each function of Python in this thread, and "c_call" by code for one of C."""
-    found = []
-
-    def note(frame, event, argument):
-        if event in ("call", "c_call"):
-            found.append((event, frame.f_code))
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(before)
-    return found
-
-
-def own_calls(work):
-    """The names of this package's functions of Python that it calls, in their order."""
-    ours = str(Path(shmsync.__file__).parent)
-    called = [code for event, code in calls_of(work) if event == "call"]
-    return [code.co_name for code in called if code.co_filename.startswith(ours)]
 
 
 @contextlib.contextmanager

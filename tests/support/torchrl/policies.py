@@ -150,14 +150,6 @@ class Remembering(nn.Module):
             self.weight.fill_(len(self.notes))
 
 
-class Growing(Tagged):
-    """Its extra state may need another arena."""
-
-    def __init__(self, tag=0.0, notes=()):
-        super().__init__(tag)
-        self.notes = Remembering(notes)
-
-
 class Outer(nn.Module):
     """Two modules with notes, one in the other."""
 
