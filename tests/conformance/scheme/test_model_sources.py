@@ -8,7 +8,7 @@ from shmsync.schemes import WeightStrategy
 from support.conformance.contexts import Context
 from support.conformance.nets import Stamped
 
-UNRELATED = {"string": "mlp", "number": 7, "list": [1, 2], "dict": {"lr": 0.1}, "object": object(), "nothing": None}
+UNRELATED = ["mlp", 7, [1, 2], {"lr": 0.1}, object(), None]
 
 
 # ---- prepare_weights() of a subclass
@@ -41,12 +41,12 @@ def test_explicit_model_wins_over_the_context(make):
     assert b"Stamped" not in pickle.dumps(rig.sender)  # no model travels along
 
 
-@pytest.mark.parametrize("value", UNRELATED)
-def test_unrelated_attribute_of_the_context_is_never_sent(make, value):
-    context = Context(policy=UNRELATED[value])
+def test_unrelated_attribute_of_the_context_is_never_sent(make):
+    context = Context()
     rig = make(context=context)
-    with pytest.raises(ValueError, match="there are no weights to send"):
-        rig.sender.send()
+    for context.policy in UNRELATED:
+        with pytest.raises(ValueError, match="there are no weights to send"):
+            rig.sender.send()
     context._fallback_policy = Stamped(6)
     assert rig.deliver() == 1
     assert rig.stamps() == [6, 6]
@@ -55,12 +55,12 @@ def test_unrelated_attribute_of_the_context_is_never_sent(make, value):
 # ---- the model of a worker
 
 
-@pytest.mark.parametrize("value", [each for each in UNRELATED if each != "nothing"])
-def test_unrelated_attribute_of_a_workers_context_is_no_model(scheme, ends, value):
-    context = Context(policy=UNRELATED[value])
+def test_unrelated_attribute_of_a_workers_context_is_no_model(scheme, ends):
+    context = Context(policy="mlp")
     scheme.init_on_worker("policy", context, **ends.worker)
     receiver = scheme.get_receiver()
-    with pytest.raises(ValueError, match="under 'policy' is a .*which has no weights"):
-        receiver._resolve_model_ref()
+    for context.policy in UNRELATED[:-1]:
+        with pytest.raises(ValueError, match="under 'policy' is a .*which has no weights"):
+            receiver._resolve_model_ref()
     context.policy = net = Stamped(0)  # made later
     assert receiver._resolve_model_ref() is net

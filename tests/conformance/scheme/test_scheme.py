@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from shmsync.schemes import TransportBackend, WeightReceiver, WeightSender, WeightStrategy
 from support.conformance.contexts import Context, Lookup
 from support.conformance.nets import Stamped, ask, stamp
+from support.conformance.table import MP, only
 from support.weights import leaves
 
 
@@ -70,11 +71,12 @@ PATHS = {
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_model_id_is_a_path(scheme, path):
+@only(MP)
+def test_model_id_is_a_path(entry, path):
     inner = Context(nets=[Stamped(), Stamped()])
     context = Context(policy=Stamped(), env=Context(value_net=Stamped(), transform=[Stamped(), inner]))
     net = stamp(PATHS[path](context), 3)
-    weights = scheme.prepare_weights(None, path, WeightStrategy("tensordict"), context)
+    weights = entry.make().prepare_weights(None, path, WeightStrategy("tensordict"), context)
     assert weights["layer", "weight"].data_ptr() == net.layer.weight.data_ptr()
 
 
@@ -89,22 +91,27 @@ def number(weights):
 
 @pytest.mark.parametrize("form", ["tensordict", "state_dict"])
 @pytest.mark.parametrize("given", [Stamped(4), None], ids=["module", "none"])
-def test_a_module_or_the_contexts_model_is_extracted(scheme, given, form):
+@only(MP)
+def test_a_module_or_the_contexts_model_is_extracted(entry, given, form):
     context = Lookup(models={"policy": Stamped(2)})
-    weights = scheme.prepare_weights(given, "policy", WeightStrategy(form), context)
+    weights = entry.make().prepare_weights(given, "policy", WeightStrategy(form), context)
     assert isinstance(weights, TensorDictBase if form == "tensordict" else dict)
     assert not any(isinstance(leaf, torch.nn.Parameter) or leaf.requires_grad for leaf in leaves(weights))
     assert number(weights) == (2 if given is None else 4)
 
 
-def test_none_falls_back_to_the_fallback_policy(scheme):
+@only(MP)
+def test_none_falls_back_to_the_fallback_policy(entry):
+    scheme = entry.make()
     for context in (Context(_fallback_policy=Stamped(3)), Lookup(models={}, _fallback_policy=Stamped(3))):
         assert number(scheme.prepare_weights(None, "policy", WeightStrategy(), context)) == 3
     context = Context(_fallback_policy=Stamped(3))
     assert scheme.prepare_weights(None, "env.value_net", WeightStrategy(), context) is None
 
 
-def test_string_is_a_model_id_in_the_context(scheme):
+@only(MP)
+def test_string_is_a_model_id_in_the_context(entry):
+    scheme = entry.make()
     context = Context(best=Stamped(5))
     assert number(scheme.prepare_weights("best", "policy", WeightStrategy(), context)) == 5
     with pytest.raises(ValueError, match="there is none"):
