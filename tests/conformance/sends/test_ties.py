@@ -1,7 +1,6 @@
-"""Tied tensors, through pipes and shared memory alike: names that weights lack, and parts that give one name of two."""
+"""Tied tensors, through pipes and shared memory alike: names that weights lack."""
 
 import pytest
-import torch
 
 from shmsync.errors import ManifestMismatch
 from support.conformance.nets import Apart, Tied, held
@@ -9,11 +8,8 @@ from support.conformance.rigs import rigs
 
 WAYS = {
     "mp": ("mp", {}),
-    "mp-tensordict": ("mp", {"strategy": "tensordict"}),
     "shm": ("shm", {}),
-    "shm-3": ("shm", {"slots": 3}),
     "call": ("call", {}),
-    "call-fan-out": ("call", {"fan_out": "node"}),
 }
 
 
@@ -50,14 +46,3 @@ def test_worker_without_the_tie_is_refused_by_name(make):
     with pytest.raises(ManifestMismatch, match=r"tied\.weight"):
         rig.deliver(single(Tied(1)))
     assert held(rig.nets[1]) == all_of(0)
-
-
-@pytest.mark.parametrize("name", ["layer.weight", "tied.weight"])
-def test_part_with_one_name_of_a_tied_tensor_changes_both(make, name):
-    rig = make(nets=[Tied(0), Tied(0)], partial=True)
-    rig.deliver(Tied(1))
-    rig.deliver({name: torch.full((2, 2), 3.0)})
-    expected = all_of(1, layer__weight=3, tied__weight=3)
-    assert [held(net) for net in rig.nets] == [expected] * 2
-    rig.deliver({"count": torch.full((3,), 4)})
-    assert [held(net) for net in rig.nets] == [{**expected, "count": 4}] * 2
