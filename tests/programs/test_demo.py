@@ -48,6 +48,7 @@ def figures(folder):
     return json.loads((Path(folder) / "figures.json").read_text())["results"]
 
 
+@pytest.mark.slow
 def test_demo_trains_and_goes_on_without_a_killed_actor(demo, tmp_path):
     process = demo("--target", "60")
     until(lambda: len(actors(process)) == 4 or process.poll() is not None)

@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.slow  # the README's first example is in test_quickstart.py
+
 
 def test_raw_loop_delivers_the_last_version(run_example):
     output = run_example("raw_loop.py").end()
@@ -22,7 +24,6 @@ def test_ppo_with_the_collector_sends_a_version_after_each_batch(run_example):
     assert int(frames) >= 6_000 and int(version) == len(rows) + 1  # one for the start, one for each batch
 
 
-@pytest.mark.slow
 def test_ppo_with_torchrl_learns(run_example):
     pytest.importorskip("torchrl", reason="the example needs torchrl, which shmsync[torchrl] brings")
     output = run_example("torchrl_ppo.py", "--total-frames", "20000").end()
@@ -32,7 +33,6 @@ def test_ppo_with_torchrl_learns(run_example):
     assert [(int(low), int(high)) for *_, low, high in rows] == [(n, n) for n in range(len(rows))]
 
 
-@pytest.mark.slow
 def test_cleanrl_learns_while_workers_act_also_without_a_killed_one(run_example):
     pytest.importorskip("gymnasium", reason="the example needs gymnasium, which shmsync[demo] brings")
     example = run_example("cleanrl_ppo_async.py", "--target-return", "195", "--total-timesteps", "200000")
@@ -44,7 +44,6 @@ def test_cleanrl_learns_while_workers_act_also_without_a_killed_one(run_example)
     assert float(end["episodic_return"]) >= 195 and int(end["versions"]) > 15, output
 
 
-@pytest.mark.slow
 def test_stable_baselines3_ends_without_a_killed_evaluator(run_example):
     pytest.importorskip("stable_baselines3", reason="the example needs stable-baselines3: shmsync[test] brings it")
     example = run_example("sb3_evaluators.py", "--timesteps", "4000")
@@ -55,7 +54,6 @@ def test_stable_baselines3_ends_without_a_killed_evaluator(run_example):
     assert re.findall(r"^ *\d+ +\d+ +\d+ +[\d.]+  evaluator \d$", output, re.MULTILINE), output
 
 
-@pytest.mark.slow
 def test_a_worker_of_self_play_attaches_to_few_of_many_opponents(run_example):
     pytest.importorskip("pettingzoo", reason="the example needs pettingzoo, which shmsync[test] brings")
     output = run_example(
@@ -69,7 +67,6 @@ def test_a_worker_of_self_play_attaches_to_few_of_many_opponents(run_example):
         assert int(played) > int(most) == 3 and int(descriptors) < 40, output
 
 
-@pytest.mark.slow
 def test_a_bad_learner_of_a_population_copies_a_good_one_and_so_does_one_that_was_killed(run_example):
     pytest.importorskip("gymnasium", reason="the example needs gymnasium, which shmsync[demo] brings")
     example = run_example("population.py", "--generations", "14")
@@ -87,7 +84,6 @@ def test_a_bad_learner_of_a_population_copies_a_good_one_and_so_does_one_that_wa
 TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["torchrun", "ray", "rpc"])
 def test_each_iteration_on_many_machines_is_played_with_the_version_that_was_sent_for_it(run_example, kind):
     pytest.importorskip("gymnasium", reason="the examples need gymnasium, which shmsync[collectors] brings")

@@ -34,9 +34,8 @@ PAGES = {  # how many commands it has, and what it needs besides. Notebooks and 
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "guides/dataloader" else pytest.mark.slow) for name in PAGES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAGES)
 def test_a_page_prints_what_it_shows(tmp_path, name):
     commands, needed = PAGES[name]
     for module in needed:
