@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from support.jobs.pools import METHODS
 from support.processes import alive, until
 
 COMMON = """
@@ -20,11 +19,9 @@ def make(): return torch.nn.Linear(2, 1)
 """
 
 
-def program(folder: Path, text: str, *, how: str = "file") -> subprocess.CompletedProcess[str]:
-    if how == "file":
-        (folder / "program.py").write_text(text)
-    command = {"file": [sys.executable, "program.py"], "-c": [sys.executable, "-c", text]}
-    return subprocess.run(command[how], cwd=folder, text=True, capture_output=True, timeout=500)
+def program(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    (folder / "program.py").write_text(text)
+    return subprocess.run([sys.executable, "program.py"], cwd=folder, text=True, capture_output=True, timeout=500)
 
 
 WORK = """
@@ -34,26 +31,19 @@ def work(sub):
 
 """
 START = """
-with shmsync.Publisher(make(), timeout=120) as pub, shmsync.Workers(pub, work, 2, start_method=METHOD) as workers:
+with shmsync.Publisher(make(), timeout=120) as pub, shmsync.Workers(pub, work, 2, start_method="spawn") as workers:
     print("attached", workers.alive, pub.publish(wait=True), flush=True)
 """
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_functions_of_a_script(tmp_path, method):
-    guarded = "if __name__ == '__main__':" + START.replace("METHOD", repr(method)).replace("\n", "\n    ")
+def test_functions_of_a_script(tmp_path):
+    guarded = "if __name__ == '__main__':" + START.replace("\n", "\n    ")
     done = program(tmp_path, COMMON + WORK + guarded)
     assert (done.returncode, done.stdout, done.stderr) == (0, "attached [0, 1] 2\n", "")
 
 
-def test_functions_of_no_file_are_an_error_at_once(tmp_path):
-    done = program(tmp_path, COMMON + WORK + START.replace("METHOD", "'spawn'"), how="-c")
-    assert "ProtocolError: the workers cannot import work of __main__" in done.stderr
-    assert "put it into a file" in done.stderr
-
-
 def test_a_script_without_the_main_line_is_told_about_it(tmp_path):
-    done = program(tmp_path, COMMON + WORK + START.replace("METHOD", "'spawn'"))
+    done = program(tmp_path, COMMON + WORK + START)
     assert done.returncode == 1
     assert 'A script needs `if __name__ == "__main__":`' in done.stderr
 
@@ -78,7 +68,7 @@ def started(folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=folder, start_new_session=True, stderr=subprocess.PIPE, preexec_fn=heed)
 
 
-@pytest.mark.parametrize(("method", "when"), [("forkserver", "starting"), *((method, "running") for method in METHODS)])
+@pytest.mark.parametrize(("method", "when"), [("forkserver", "starting"), ("fork", "running")])
 def test_ctrl_c_leaves_nothing_behind(tmp_path, method, when):
     (tmp_path / "program.py").write_text(COMMON + INTERRUPTED.replace("METHOD", repr(method)))
     with started(tmp_path) as run:
