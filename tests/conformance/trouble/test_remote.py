@@ -9,12 +9,11 @@ from support.conformance import peers
 from support.conformance.nets import Stamped
 from support.conformance.table import DISTRIBUTED, RAY, RAY_MODULE, RPC, only
 
-remotely = only(*RAY, RAY_MODULE, RPC[0], RPC[2], DISTRIBUTED[0], DISTRIBUTED[2])
 fanned_out = only(RAY[1], RPC[2], DISTRIBUTED[2])
 LONG = 60.0  # seconds; a send that notices a death returns long before
 
 
-@remotely
+@only(*RAY, RPC[0], RPC[2], DISTRIBUTED[0], DISTRIBUTED[2])
 def test_a_send_returns_when_all_have_applied_it_or_raises_an_error_that_names_who_has_not(fleet):
     sender = fleet.open()
     assert [sender.send(Stamped(5)), sender.send(Stamped(6).state_dict())] == [1, 2]
@@ -34,7 +33,7 @@ def test_a_send_returns_when_all_have_applied_it_or_raises_an_error_that_names_w
     assert (fleet.stamps(), fleet.versions()) == ([10] * 3, [version] * 3)
 
 
-@remotely
+@only(RAY[0], RAY_MODULE, RPC[0], RPC[2], DISTRIBUTED[0], DISTRIBUTED[2])
 def test_a_killed_worker_is_named_and_another_takes_its_place(fleet):
     sender = fleet.open()
     sender.send(Stamped(1))

@@ -51,6 +51,7 @@ def test_actors_get_modules_tensordicts_and_dicts(crew):
     assert values(crew) == [5.0, 4.0]
 
 
+@pytest.mark.slow
 def test_the_servers_weights_are_read_at_each_push(crew):
     model = parts.net(1.0)
     for weights in (model, TensorDict.from_module(model).data, model.state_dict()):
@@ -61,6 +62,7 @@ def test_the_servers_weights_are_read_at_each_push(crew):
             assert values(crew) == [value] * 2
 
 
+@pytest.mark.slow
 def test_weights_that_are_in_the_store_already_are_pushed_as_they_are(crew):
     updater_of(crew).push_weights(ray.put(dict(parts.net(7.0).state_dict())))
     assert values(crew) == [7.0] * 2
@@ -91,6 +93,7 @@ def test_a_killed_actor_is_named_and_left_out(crew):
     assert len(called) == 2
 
 
+@pytest.mark.slow
 def test_a_busy_actor_is_late(crew, tmp_path):
     updater = updater_of(crew, timeout=2.0)
     held = crew[1].hold.remote(str(tmp_path / "go"))
@@ -103,6 +106,7 @@ def test_a_busy_actor_is_late(crew, tmp_path):
     assert caught.value.missing == [1]
 
 
+@pytest.mark.slow
 def test_the_list_of_actors_is_read_at_each_push(crew):
     actors = [crew[0]]
     updater = updater_of(actors)

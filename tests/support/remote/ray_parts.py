@@ -44,7 +44,10 @@ def instead_of_the_last(end):
 
 @contextlib.contextmanager
 def one_node():
-    """Ray on this machine, for many tests: starting it costs seconds."""
+    """Ray on this machine, for many tests: starting it costs seconds, so one that is there already is used."""
+    if ray.is_initialized():
+        yield
+        return
     instead_of_the_last(ray.shutdown)
     ray.init(
         "local", num_cpus=1, object_store_memory=256 << 20, include_dashboard=False, _system_config=SYSTEM, **OPTIONS
