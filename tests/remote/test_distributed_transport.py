@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 import shmsync
@@ -33,31 +35,35 @@ def test_the_constructor_takes_keywords_alone():
         DistributedTransport(timeout=-1)
 
 
-@pytest.mark.parametrize("name", transports.SAMPLES)
-def test_weights_arrive_as_they_were_sent(ends, name):
+def test_weights_arrive_as_they_were_sent(ends):
     trainer, worker = ends
-    for model_id in ("policy", "env.value_net"):
+    for name, model_id in zip(transports.SAMPLES, itertools.cycle(("policy", "env.value_net")), strict=False):
         trainer.start(transports.send_sample, name, model_id=model_id)
         assert worker.call(transports.receive_sample) == model_id
         trainer.result()
-        assert worker.call(transports.differences, name) == []
-    if name == "tied":
-        assert worker.call(transports.shared_storages) == [["first", "second"]]
+        assert worker.call(transports.differences, name) == [], name
+        if name == "tied":
+            assert worker.call(transports.shared_storages) == [["first", "second"]]
 
 
-@pytest.mark.parametrize("how", ["the buffer of the transport", "weights=", "model="])
-def test_weights_are_received_into_what_is_there(ends, how):
+def test_weights_are_received_into_what_is_there(ends):
     trainer, worker = ends
-    trainer.start(transports.send_sample, "flat")
-    returned, in_place, values = worker.call(transports.receive_into, how)
-    trainer.result()
-    assert returned is (how != "model=")
-    assert in_place
-    assert set(values.values()) == {5.0, 6.0}
+    for how in ("weights=", "model=", "the buffer of the transport"):
+        trainer.start(transports.send_sample, "flat")
+        returned, in_place, values = worker.call(transports.receive_into, how)
+        trainer.result()
+        assert returned is (how != "model="), how
+        assert in_place, how
+        assert set(values.values()) == {5.0, 6.0}, how
 
 
 def test_no_weights_within_the_timeout(ends):
-    _, worker = ends
+    """Setting up the connection brings none."""
+    trainer, worker = ends
+    assert trainer.call(transports.use, "setup_connection_and_weights_on_sender") is None
+    set_up = "setup_connection_and_weights_on_receiver"
+    assert worker.call(transports.use, set_up, worker_idx=0, weights=None, model=None, strategy=None) is None
+    assert trainer.call(transports.use, "check_connection")
     for timeout in (0, 0.1):
         assert worker.call(transports.use, "receive_weights", timeout) is None
     worker.call(transports.open_transport, 1, timeout=0.1)
@@ -87,26 +93,16 @@ def test_a_word_for_somebody_else_is_left_in_the_store(ends):
     trainer.result()
 
 
-@pytest.mark.parametrize("name", ["tensordict", "extra"])
-def test_initial_weights_do_not_use_the_store(ends, name):
+def test_initial_weights_do_not_use_the_store(ends):
     trainer, worker = ends
     before = trainer.call(parts.store, "num_keys")
-    worker.start(transports.receive_initial)
-    trainer.call(transports.send_sample, name, "send_initial_weights")
-    worker.result()
-    assert worker.call(transports.differences, name) == []
-    assert trainer.call(parts.store, "num_keys") == before
+    for name in ("tensordict", "extra"):
+        worker.start(transports.receive_initial)
+        trainer.call(transports.send_sample, name, "send_initial_weights")
+        worker.result()
+        assert worker.call(transports.differences, name) == []
+        assert trainer.call(parts.store, "num_keys") == before
     assert keys(trainer) == []
-
-
-def test_setting_up_the_connection_does_nothing(ends):
-    trainer, worker = ends
-    before = trainer.call(parts.store, "num_keys")
-    assert trainer.call(transports.use, "setup_connection_and_weights_on_sender") is None
-    set_up = "setup_connection_and_weights_on_receiver"
-    assert worker.call(transports.use, set_up, worker_idx=0, weights=None, model=None, strategy=None) is None
-    assert trainer.call(parts.store, "num_keys") == before
-    assert trainer.call(transports.use, "check_connection")
 
 
 def test_a_late_answer_is_not_the_next_sends(ends):

@@ -29,6 +29,7 @@ def mappings(group, *who):
     return [group.workers[index].call(members.mapping) for index in who]
 
 
+@pytest.mark.parametrize("kind", ["rpc"])
 def test_the_workers_of_a_node_share_one_slab_that_they_cannot_write(on_nodes):
     """No relay is needed on the trainer's own node."""
     group = on_nodes(["a", "b", "b"], home="a")
@@ -46,7 +47,7 @@ def test_the_workers_of_a_node_share_one_slab_that_they_cannot_write(on_nodes):
     until(lambda: not any(segments(each.pid) for each in group.everybody))
 
 
-@pytest.mark.parametrize("when", ["first", "idle"])
+@pytest.mark.parametrize(("kind", "when"), [("distributed", "first"), ("rpc", "idle")])
 def test_a_killed_relay_is_named_and_replaced_in_the_same_send(on_nodes, when):
     group = on_nodes(["a", "b", "a"])
     if when == "first":
@@ -64,17 +65,7 @@ def test_a_killed_relay_is_named_and_replaced_in_the_same_send(on_nodes, when):
     assert group.look(1, 2) == [(8, number + 1)] * 2
 
 
-def test_a_killed_worker_that_is_no_relay_is_named_alone(on_nodes):
-    group = on_nodes(["a", "b", "a"])
-    group.send(1)
-    group.workers[2].kill()
-    with naming(shmsync.WorkerDied, [2], match="worker 2 "):
-        group.send(2)
-    assert group.look(0, 1) == [(2, 2)] * 2
-    group.send(3)
-    assert group.look(0, 1) == [(3, 3)] * 2
-
-
+@pytest.mark.parametrize("kind", ["distributed"])
 def test_a_stopped_relay_makes_its_node_late_and_no_other(on_nodes):
     group = on_nodes(["a", "b", "a"])
     group.send(1)
@@ -114,13 +105,13 @@ def test_a_node_that_all_workers_have_left_keeps_no_arena(fleet):
     assert group.look() == [(2, 2), (1, 1)]  # it keeps what it has
 
 
-def test_a_process_namespace_is_a_node_of_its_own(fleet, server, kind):
+def test_a_process_namespace_is_a_node_of_its_own(fleet, server):
     if os.geteuid() != 0:
         pytest.skip("needs root, to make process namespaces")
     group = fleet(0)
     for _ in range(2):
         group.add(parts.ElsewhereWorker(server))
-    group.connect(kind).open(fan_out="node")
+    group.connect("rpc").open(fan_out="node")
     assert group.send(1) == 1
     assert group.look() == [(1, 1)] * 2
     inodes = [worker.call(members.mapping)[1] for worker in group.workers]
