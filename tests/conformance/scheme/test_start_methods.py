@@ -47,8 +47,11 @@ class Trainer:
         return sorted(self.notes.recv() for _ in range(count))
 
 
-@pytest.mark.parametrize("method", ["forkserver", "fork", "spawn"])
-@pytest.mark.parametrize("entry", [MP, SHM], ids=lambda entry: entry.name)
+@pytest.mark.parametrize(
+    ("method", "entry"),
+    [("forkserver", MP), ("fork", SHM), ("spawn", SHM)],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_pipes_and_scheme_go_into_process_arguments_and_a_death_is_seen(method, entry):
     plain = {"policy_weights": {"policy": shared(Stamped(0))}} if entry is SHM else {}  # which workers hold too
     scheme = entry.make(**plain)

@@ -9,8 +9,6 @@ import shmsync
 from shmsync.engine.copy.grouped_copies import LARGE
 from support.devices.on_simulated import value
 
-SLOTS = [1, 2]
-
 MADE = {
     "as it is": lambda device, tensor: tensor,
     "cast": lambda device, tensor: tensor.double(),
@@ -19,8 +17,7 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("slots", SLOTS)
-@pytest.mark.parametrize("how", MADE)
+@pytest.mark.parametrize(("how", "slots"), zip(MADE, [1, 2, 1, 2], strict=True))
 def test_after_orders_what_another_stream_makes(arena, device, slots, how):
     there = MADE[how](device, device.tensor(torch.full((1000,), 1.0)))
     pub, sub = arena({"t": torch.ones(1000)}, slots, dtype={"*": torch.float32})
@@ -38,8 +35,7 @@ def test_after_orders_what_another_stream_makes(arena, device, slots, how):
     assert pub.publish({"t": there}, wait=[]) == version + 1
 
 
-@pytest.mark.parametrize("slots", SLOTS)
-@pytest.mark.parametrize("order", ["stream", "event"])
+@pytest.mark.parametrize(("order", "slots"), [("stream", 2), ("event", 1)])
 def test_memory_that_another_stream_uses_again_is_copied_before(arena, device, slots, order):
     pub, sub = arena({"t": torch.ones(1000)}, slots)
     gathering, trainers, reused = device.stream(), device.stream(), 0
@@ -107,9 +103,8 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("kind", ODD)
-def test_torch_copies_together_what_is_alike_only(arena, device, monkeypatch, kind, slots):
+def test_torch_copies_together_what_is_alike_only(arena, device, monkeypatch, kind):
     """Else it copies one by one, or, before 2.11, with the dtype of the first target; what is large it copies alone."""
     source, together, calls = ODD[kind](), torch._foreach_copy_, []
 
@@ -122,7 +117,7 @@ def test_torch_copies_together_what_is_alike_only(arena, device, monkeypatch, ki
         together(targets, sources)
 
     monkeypatch.setattr(torch, "_foreach_copy_", alike)
-    pub, sub = arena(source, slots, dtype={"*": torch.float32} if kind == "casts" else None)
+    pub, sub = arena(source, 2, dtype={"*": torch.float32} if kind == "casts" else None)
     pub.publish(source, wait=[])
     with sub.read() as section:
         for key, tensor in (source.state_dict() if kind == "layers" else source).items():

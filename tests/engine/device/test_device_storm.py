@@ -5,6 +5,8 @@ import pytest
 from support.devices.simulated import everywhere
 from support.storms.device import storm, storm_of_processes
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def device():

@@ -72,11 +72,10 @@ def test_weights_in_several_places_have_no_same_one(two):
         assert lies(pub) == "simulated:1"
 
 
-@pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize(
-    ("source", "mixed", "dtype"),
-    [("cpu", False, torch.bfloat16), ("simulated:0", True, None), ("simulated:0", False, torch.bfloat16),
-     ("simulated:1", False, None)],
+    ("source", "mixed", "dtype", "slots"),
+    [("cpu", False, torch.bfloat16, 1), ("simulated:0", True, None, 2), ("simulated:0", False, torch.bfloat16, 1),
+     ("simulated:1", False, None, 2)],
 )  # fmt: skip
 @pytest.mark.parametrize("place", PLACES)
 def test_weights_come_from_anywhere_in_the_order_in_which_they_are_made(two, place, source, mixed, dtype, slots):
@@ -179,9 +178,11 @@ def test_a_module_is_adopted_on_a_device(two):
     assert set(net.weight.flatten().tolist()) == {5.0}
 
 
-@pytest.mark.parametrize("named", [False, True], ids=["current stream", "release_after"])
-@pytest.mark.parametrize(("slots", "consistency"), [(1, "pinned"), (1, "optimistic"), (2, "pinned")])
-@pytest.mark.parametrize("arena", ["cpu", "simulated:0"])
+@pytest.mark.parametrize(
+    ("arena", "slots", "consistency", "named"),  # by release_after(), or the current stream
+    [("cpu", 1, "pinned", False), ("cpu", 2, "pinned", True), ("simulated:0", 1, "optimistic", True),
+     ("simulated:0", 2, "pinned", False)],
+)  # fmt: skip
 def test_a_private_copy_is_not_overwritten_before_the_kernels_that_read_it_are_done(
     two, arena, slots, consistency, named
 ):

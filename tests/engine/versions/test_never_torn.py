@@ -61,8 +61,11 @@ def all_answered(readers):
     return going_on
 
 
-@pytest.mark.parametrize(("size", "slots"), [("10KB", 1), ("10KB", 2), ("10KB", 3), ("4MB", 1), ("64MB", 3)])
-@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
+@pytest.mark.parametrize(
+    ("size", "slots", "consistency"),
+    [("10KB", 1, "pinned"), ("10KB", 1, "optimistic"), ("10KB", 3, "pinned"), ("10KB", 3, "optimistic"),
+     ("4MB", 1, "optimistic"), ("64MB", 3, "pinned")],
+)  # fmt: skip
 def test_no_torn_weights_are_accepted(readers, size, slots, consistency):
     nbytes, sections, versions = SIZES[size]
     source = weights_of(nbytes)

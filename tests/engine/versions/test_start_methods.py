@@ -15,7 +15,7 @@ from support.worker import Worker
 FORKED = pytest.param("fork", marks=pytest.mark.no_cuda(reason="a forked child cannot use its parent's GPU"))
 
 
-@pytest.mark.parametrize("method", ["forkserver", FORKED, "spawn"])
+@pytest.mark.parametrize("method", ["forkserver", FORKED])
 def test_worker_attaches_by_handle(server, method):
     with shmsync.Publisher(stamped(1)) as pub:
         worker = Worker(server if method == "forkserver" else multiprocessing.get_context(method))
