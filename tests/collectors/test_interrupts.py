@@ -33,7 +33,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("sync", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_after_a_ctrl_c_the_state_can_be_saved_and_the_next_batch_is_whole(tmp_path, sync):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

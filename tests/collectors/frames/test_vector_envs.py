@@ -45,7 +45,6 @@ def frames(collector, env, policy, **options):
     ("kind", "mode", "case"),
     [
         ("sync", NEXT_STEP, "flat"),
-        ("async", NEXT_STEP, "nested"),
         ("async", SAME_STEP, "nested"),
         ("async", DISABLED, "flat"),
     ],

@@ -61,6 +61,7 @@ def last_days_of(collecting):
     assert caught.value.missing == [0]
 
 
+@pytest.mark.slow
 def test_spawn():
     with parts.collectors("spawn") as make:
         policy = Tagged(1)
@@ -107,6 +108,7 @@ def forked(say):
     say(segments())
 
 
+@pytest.mark.slow
 def test_fork():
     """With fork the scheme is not pickled: a worker has the trainer's, with everything that it holds."""
     with children.child(forked, method="spawn") as child:

@@ -54,15 +54,15 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_wrong_shape_half_way_through_changes_nothing_anywhere(collector, form):
+def test_a_wrong_shape_half_way_through_changes_nothing_anywhere(collector):
     policy = Tagged(1)
     collecting = collector(policy)  # with one slot, which workers use
-    with pytest.raises(shmsync.ManifestMismatch, match=r"layers\.1 .*\(5,\)") as caught:
-        collecting.update_policy_weights_(FORMS[form](policy))
-    assert isinstance(caught.value, ValueError)
-    assert tags(collecting) == [1, 1]
-    assert all((weight == 1).all() for weight in policy.state_dict().values())
+    for form in FORMS.values():
+        with pytest.raises(shmsync.ManifestMismatch, match=r"layers\.1 .*\(5,\)") as caught:
+            collecting.update_policy_weights_(form(policy))
+        assert isinstance(caught.value, ValueError)
+        assert tags(collecting) == [1, 1]
+        assert all((weight == 1).all() for weight in policy.state_dict().values())
     batch = next(iter(collecting))
     assert seen(batch).unique().tolist() == [1] and (batch["policy_version"] == 0).all()
     policy.set(2)

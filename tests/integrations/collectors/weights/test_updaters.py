@@ -70,10 +70,7 @@ def tags_of(collecting):
 
 @pytest.mark.parametrize(
     ("kind", "given"),
-    [
-        *((Collector, given) for given in GIVEN),
-        *((kind, "an instance") for kind in (MultiSyncCollector, MultiAsyncCollector)),
-    ],
+    [(Collector, "its class"), (MultiAsyncCollector, "a constructor"), (MultiSyncCollector, "an instance")],
 )
 def test_each_update_gets_to_the_workers(start, kind, given):
     collecting = start(kind, GIVEN[given]())

@@ -44,9 +44,8 @@ def test_a_partial_update_changes_what_it_names(collector):
             assert found["layers.0"].tolist() == [0, 0, 0, 0] and found["tag"].tolist() == [0]
 
 
-@pytest.mark.parametrize("per_worker_weights", [True, False])
-def test_each_worker_can_get_weights_of_its_own(collector, per_worker_weights):
-    collecting = collector(Tagged(), scheme=ShmWeightSyncScheme(per_worker_weights=per_worker_weights))
+def test_each_worker_can_get_weights_of_its_own(collector):
+    collecting = collector(Tagged())
     collecting.update_policy_weights_({0: TensorDict.from_module(Tagged(1)), 1: Tagged(2).state_dict()})
     assert tags(collecting) == [1, 2]
     collecting.update_policy_weights_({1: Tagged(3)})

@@ -92,7 +92,6 @@ def test_no_forward_of_a_large_policy_sees_two_versions(collector, kind, slots):
 
 OPTIONS = [
     {"policy_device": "cpu"},  # with which TorchRL hands the policy a copy of the frame
-    {"reset_at_each_iter": True},
     {"scheme": {"sync": False}},
 ]
 

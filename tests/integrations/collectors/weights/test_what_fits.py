@@ -13,8 +13,6 @@ from support.torchrl.environments import Steps
 from support.torchrl.parts import ask, tags
 from support.torchrl.policies import Acting, Remembering, Tagged
 
-KINDS = [Collector, MultiSyncCollector]
-
 
 class WithCritic(Tagged):
     def __init__(self, tag):
@@ -57,15 +55,15 @@ def check_every_form(collector, kind, made, said, **option):
         each.shutdown()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_more_than_the_policy_has(collector, kind):
-    check_every_form(collector, kind, WithCritic, r"(?s)critic\.module\.weight.*strict=False", strict=False)
+def test_more_than_the_policy_has(collector):
+    check_every_form(
+        collector, MultiSyncCollector, WithCritic, r"(?s)critic\.module\.weight.*strict=False", strict=False
+    )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_another_dtype(collector, kind):
+def test_another_dtype(collector):
     dtype = {"*": torch.float32}
-    check_every_form(collector, kind, lambda tag: Tagged(tag).double(), r"float64.*dtype=", dtype=dtype)
+    check_every_form(collector, Collector, lambda tag: Tagged(tag).double(), r"float64.*dtype=", dtype=dtype)
 
 
 def test_what_fits_must_have_the_right_shape_and_some_must_fit(collector):
