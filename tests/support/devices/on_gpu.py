@@ -78,15 +78,6 @@ def close(state):
             setattr(state, name, None)
 
 
-def forward(state, handle, features):
-    """A module bound to the weights; what it computes."""
-    if not hasattr(state, "module"):
-        state.sub = shmsync.Subscriber(handle, worker=0, timeout=30.0)
-        state.module = state.sub.bind(torch.nn.Linear(features, features, device="meta"))
-    with torch.no_grad():
-        return state.module(torch.ones(2, features, device="cuda")).cpu()
-
-
 def used(state):
     """Bytes of GPU 0 that are in use, by all processes."""
     free, total = torch.cuda.mem_get_info(0)

@@ -109,32 +109,3 @@ class Example:
                 process.kill()
         self.process.wait()
         self.process.stdout.close()
-
-
-class Program:
-    """A separate Python program: `say()` writes it a line, `hear()` reads one."""
-
-    def __init__(self, source, *arguments, before=()):
-        command = [*before, sys.executable, "-c", source, *map(str, arguments)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.pid = self._process.pid
-
-    def say(self, line="go"):
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-
-    def hear(self):
-        """Its next line; fails when it has ended."""
-        line = self._process.stdout.readline().strip()
-        assert line, f"the program ended with {self._process.wait()}"
-        return line
-
-    def kill(self):
-        self._process.kill()
-        self._process.communicate()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.kill()

@@ -71,16 +71,5 @@ def join(state, timeout):
     return overrun(call, timeout)
 
 
-def begin(state, timeout):
-    """init_on_sender() does not wait for any worker."""
-
-    def call():
-        scheme = DistributedWeightSyncScheme(timeout=timeout)
-        scheme.init_on_sender("policy", model=linear(10), store=state.store, num_workers=1)
-        scheme.shutdown()
-
-    return overrun(call, 0.0)
-
-
 def shut_down(state, timeout):
     return overrun(lambda: state.scheme.shutdown(), timeout, tries=1)

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import os
 import random
 import signal
 import socket
-import threading
 
 import torch.distributed as dist
 from torch.distributed import rpc
@@ -227,17 +225,6 @@ def wait_async(state, **kwargs):
     return state.sender.wait_async(**kwargs)
 
 
-def settle(state):
-    """Wait for a send_async() that an interrupt may have left pending."""
-    with contextlib.suppress(RuntimeError):
-        state.sender.wait_async()
-
-
-def threads(state):
-    gc.collect()
-    return threading.active_count()
-
-
 def make_two_senders(state):
     state.senders = []
     for name in ("policy", "env.value_net"):
@@ -258,9 +245,3 @@ def dead(state):
 
 def shut_down(state):
     state.scheme.shutdown()
-
-
-def isends(state):
-    """What was noted since the last look."""
-    noted, state.isends[:] = list(state.isends), []
-    return noted

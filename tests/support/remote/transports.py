@@ -60,10 +60,6 @@ def use(state, call, *args, **kwargs):
     return getattr(state.transport, call)(*args, **kwargs)
 
 
-def introduce(state):
-    state.transport.inbox.introduce()
-
-
 def send_sample(state, name, call="send_weights", model_id="policy"):
     arguments = (SAMPLES[name](),) if call == "send_initial_weights" else (model_id, SAMPLES[name]())
     getattr(state.transport, call)(*arguments)

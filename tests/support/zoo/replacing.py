@@ -146,8 +146,3 @@ class Held:
     def close(self):
         if self.publishers is not None:
             self.publishers.close()
-
-
-HOLDS = [
-    "source", "itself", "adopted, source", "adopted, itself", "adopted, update", "adopted, step", "scheme",
-]  # fmt: skip
