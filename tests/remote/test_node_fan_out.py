@@ -36,6 +36,8 @@ def test_the_workers_of_a_node_share_one_slab_that_they_cannot_write(on_nodes):
     for version in (1, 2, 3):
         assert group.send(10 * version) == version
         assert group.look() == [(10 * version, version)] * 3
+    with pytest.raises(ValueError, match="share one arena on node"):
+        group.send(40, workers=1)
     found = mappings(group, 0, 1, 2)
     assert all("memfd:shmsync" in path for _, _, path in found)
     assert {permissions for permissions, _, _ in found} == {"r--s"}

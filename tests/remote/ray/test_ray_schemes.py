@@ -8,7 +8,10 @@ import pytest
 
 pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brings")
 
-from shmsync import AckTimeout, RayWeightSyncScheme
+import ray
+import torch
+
+from shmsync import AckTimeout, ManifestMismatch, RayModuleTransformScheme, RayWeightSyncScheme, WorkerDied
 from support import processes
 from support.calls import naming
 from support.conformance.contexts import Context
@@ -21,6 +24,62 @@ def sender_to(actors, **options):
     scheme = RayWeightSyncScheme(**{"timeout": math.inf, **options})
     scheme.init_on_sender("policy", remote_collectors=actors)
     return scheme.get_sender()
+
+
+@pytest.mark.parametrize("fan_out", [None, "node"])
+def test_a_send_returns_when_all_have_applied_it_or_raises_an_error_that_names_who_has_not(one_ray, fan_out, tmp_path):
+    crew = parts.start(RayWeightSyncScheme(), 2)
+    sender = sender_to(crew, fan_out=fan_out)
+    assert [sender.send(parts.net(5.0)), sender.send(parts.net(6.0).state_dict())] == [1, 2]
+    assert parts.ask(crew, "look") == [(6.0, 2)] * 2
+    assert sender.send_async(parts.net(7.0)) == 3
+    with pytest.raises(RuntimeError, match=r"wait_async\(\) first"):
+        sender.send(parts.net(8.0))
+    assert sender.wait_async() == 3
+    with pytest.raises(ManifestMismatch, match="bias"):
+        sender.send({**parts.net(8.0).state_dict(), "bias": torch.zeros(3)})
+    assert [value for value, _ in parts.ask(crew, "look")] == [7.0] * 2
+    held = crew[1].hold.remote(str(tmp_path / "go"))
+    with naming(AckTimeout, [1]):
+        sender.send(parts.net(9.0), timeout=0.5)
+    (tmp_path / "go").touch()
+    ray.get(held)
+    version = sender.send(parts.net(10.0))
+    assert parts.ask(crew, "look") == [(10.0, version)] * 2
+    if fan_out is None:
+        sender.send(parts.net(11.0), 1)
+        assert [value for value, _ in parts.ask(crew, "look")] == [10.0, 11.0]
+    else:
+        with pytest.raises(ValueError, match="share one arena on node"):
+            sender.send(parts.net(11.0), 1)
+        assert len({inode for _, inode, _ in parts.ask(crew, "used")}) == 1
+    parts.end(crew)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "given"),
+    [
+        (RayWeightSyncScheme, parts.Worker, "remote_collectors"),
+        (RayModuleTransformScheme, parts.ModuleActor, "actors"),
+    ],
+)
+def test_a_killed_actor_is_named_and_another_takes_its_place(one_ray, make, kind, given):
+    actors = parts.start(make(), 2, kind=kind)
+    scheme = make(timeout=math.inf)
+    scheme.init_on_sender("policy", **{given: actors})
+    sender = scheme.get_sender()
+    sender.send(parts.net(1.0))
+    processes.kill(ray.get(actors[1].pid.remote()))
+    with naming(WorkerDied, [1]):
+        sender.send(parts.net(2.0))
+    assert sender.send(parts.net(3.0)) == 3
+    assert parts.ask(actors[:1], "look") == [(3.0, 3)] and sender.is_dead(1)
+    actors[1:] = parts.start(make(), 1, kind=kind)
+    if given == "actors":
+        sender.register_worker(1, actors[1])
+    assert sender.send(parts.net(4.0)) == 4
+    assert parts.ask(actors, "look") == [(4.0, 4)] * 2
+    parts.end(actors)
 
 
 def test_an_actor_that_is_registered_beside_the_list_is_refused(crew):

@@ -58,12 +58,14 @@ class Fleet:
             worker.result()
         return self
 
-    def open(self, size=500, *, loop=True, **options):
-        """Make the scheme, with its sender and its receivers. `loop`: do ranks receive by themselves?"""
+    def open(self, size=500, *, loop=True, workers=None, **options):
+        """Make the scheme, with its sender and its receivers. `loop`: do ranks receive by themselves? `workers`: the
+        sender knows so many; None: all."""
         if self.kind == "distributed":
             for worker in self.workers:
                 worker.call(make_member, size, loop, **options)
-        self.trainer.call(make_sender, self.kind, len(self.workers), size, **{"timeout": FOR_EVER, **options})
+        count = len(self.workers) if workers is None else workers
+        self.trainer.call(make_sender, self.kind, count, size, **{"timeout": FOR_EVER, **options})
         return self
 
     def open_transport(self, size=500, timeout=FOR_EVER):
@@ -174,14 +176,14 @@ def init_sender(state, arguments):
     state.sender = state.scheme.get_sender()
 
 
-def make_sender(state, kind, count, size, *, workers=None, context=False, **options):
-    """`workers`: so many of them are there at first. `context`: the sender finds them in an object."""
+def make_sender(state, kind, count, size, *, context=False, **options):
+    """`count`: so many workers are there at first. `context`: the sender finds them in an object."""
     state.model = linear(size)
     state.scheme = SCHEMES[kind](**options)
     if kind == "rpc":
         roster = {"collector_infos": [], "collector_rrefs": [], "collector_class": Member}
         state.roster = Context(**roster)
-        for rank in range(1, (count if workers is None else workers) + 1):
+        for rank in range(1, count + 1):
             add_collector(state, rank, size)
         arguments = {"context": state.roster} if context else roster
     else:
@@ -209,6 +211,19 @@ def add_collector(state, rank, size, name="policy"):
 
 def remove_collector(state, index):
     del state.roster.collector_infos[index], state.roster.collector_rrefs[index]
+
+
+def replace(state, index, rank, size):
+    """Let this rank be the worker of this index."""
+    if hasattr(state, "roster"):
+        state.roster.collector_infos[index] = rpc.get_worker_info(f"w{rank}")
+        state.roster.collector_rrefs[index] = rpc.rpc_sync(f"w{rank}", make_collector, args=(state.scheme, size))
+    else:
+        state.sender.register_worker(index, (state.store, rank))
+
+
+def send_what_does_not_fit(state):
+    state.sender.send(linear(3))
 
 
 def send(state, value, workers=None, **kwargs):
