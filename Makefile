@@ -51,7 +51,7 @@ test-device: $(STAMP)
 test-gpu: $(STAMP)
 	$(PYTEST) -rs -m '' $(abspath tests/gpu) $(abspath tests/unit/memory/cuda) $(ARGS)
 
-# A storm of troubles over one scheme or collector. SEED repeats the events of a storm.
+# A storm of troubles over one scheme, or an arena. SEED repeats the events of a storm.
 SECONDS ?= 600
 OF ?= shared-memory
 storm: $(STAMP)

@@ -67,7 +67,7 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the marks
 def pytest_collection_modifyitems(items):
-    """Tests that share a crew of workers, a Ray or a file run one after the other, with -n in one process."""
+    """Tests that share a Ray or a file run one after the other, with -n in one process."""
     for item in items:
         if item.path.relative_to(HERE).parts[0] not in ("programs", "zoo"):  # these share nothing
             item.add_marker(pytest.mark.xdist_group(group_of(item)))
@@ -76,11 +76,8 @@ def pytest_collection_modifyitems(items):
 
 
 def group_of(item):
-    given = item.callspec.params if hasattr(item, "callspec") else {}
-    crew = getattr(given.get("entry"), "crew", "forkserver")  # of a test of a scheme
-    if crew == "ray" or item.path.parent.name == "ray":
-        return "ray"  # one Ray at a time: starting it takes both cores for half a minute
-    return str(item.path.relative_to(HERE)) if crew == "forkserver" else f"crew {crew}"
+    """One Ray at a time: starting it takes both cores for half a minute."""
+    return "ray" if item.path.parent.name == "ray" else str(item.path.relative_to(HERE))
 
 
 def collect_garbage():

@@ -5,34 +5,18 @@ import multiprocessing
 
 import pytest
 
-from support.conformance.fleet import Crew
-from support.conformance.fleet_processes import DistributedWorld, RPCWorld, WorldCrew
-from support.conformance.fleet_ray import RayCrew
+from support.conformance.fleet import Crew, Fleet
 from support.conformance.rigs import KINDS, rigs
 from support.conformance.table import DISTRIBUTED, NONE, PIPES, RAY, RAY_MODULE, RPC
 from support.worker import fork_server
 
-CREWS = {
-    "forkserver": lambda: Crew(fork_server()),
-    "ray": RayCrew,
-    "rpc": lambda: WorldCrew(RPCWorld),
-    "distributed": lambda: WorldCrew(DistributedWorld),
-}
-
 
 @pytest.fixture(scope="session")
-def crews():
-    """crews(kind) -> idle workers of this kind, which one test after the other uses."""
-    made = {}
-
-    def crew(kind):
-        if kind not in made:
-            made[kind] = CREWS[kind]()
-        return made[kind]
-
-    yield crew
-    for each in made.values():
-        each.close()
+def crew():
+    """Idle workers, which one test after the other uses."""
+    made = Crew(fork_server())
+    yield made
+    made.close()
 
 
 @pytest.fixture(params=PIPES, ids=lambda entry: entry.name)
@@ -41,7 +25,7 @@ def entry(request):
     return request.param
 
 
-@pytest.fixture(params=[*PIPES, RAY[0], RAY_MODULE, RPC[0], DISTRIBUTED[0], NONE], ids=lambda entry: entry.name)
+@pytest.fixture(params=[*PIPES, RAY, RAY_MODULE, RPC, DISTRIBUTED, NONE], ids=lambda entry: entry.name)
 def any_entry(request):
     """Each scheme there is, for tests that send nothing."""
     return request.param
@@ -62,9 +46,9 @@ def ends(any_entry):
 
 
 @pytest.fixture
-def fleet(entry, crews):
+def fleet(entry, crew):
     """Three workers for the scheme; see Fleet."""
-    fleet = entry.fleet(entry, crews(entry.crew))
+    fleet = Fleet(entry, crew)
     yield fleet
     fleet.close()
 

@@ -49,19 +49,16 @@ class Crew:
 
 
 class Fleet:
-    """Three workers. Each receives between the calls of the test, until hold().
-
-    Each kind of scheme has its own class, which fills `workers` and says how a scheme gets to know them.
-    """
-
-    called = False  # weights come in a call of the trainer's, beside what the worker does, and not at its receive()
-    relayed = False  # weights get to workers in two steps, of which send_async() only begins the first
+    """Three workers at the other ends of pipes. Each receives between the calls of the test, until hold()."""
 
     def __init__(self, entry, crew):
         self.entry = entry
         self.crew = crew
         self.workers = []
         self.schemes = []
+        self.pipes = []
+        for _ in range(3):
+            self.add_worker()
 
     def make(self, *, alone=False, **options):
         """A scheme; with alone=, one that reaches each worker without the others."""
@@ -75,18 +72,8 @@ class Fleet:
             self.join(index, scheme, model_id, model, *args)
         return scheme.get_sender()
 
-    def init_sender(self, scheme, model_id="policy", **kwargs):
-        raise NotImplementedError
-
     def join(self, index, scheme, model_id="policy", model=Stamped, *args):
         self.workers[index].call(peers.join, scheme, model_id, model, *args)
-
-    def replace(self, index):
-        """A new worker in the place of a dead one."""
-        raise NotImplementedError
-
-    def register(self, sender, index):
-        """Tell a sender of the new worker, where it does not see that itself."""
 
     def hold(self, *indices):
         """From now on these receive only when they are told to; without indices, all."""
@@ -105,20 +92,6 @@ class Fleet:
     def versions(self, model_id="policy"):
         return [worker.call(peers.version, model_id) for worker in self.workers]
 
-    def close(self):
-        for scheme in self.schemes:
-            scheme.shutdown()
-
-
-class PipeFleet(Fleet):
-    """Workers at the other ends of pipes."""
-
-    def __init__(self, entry, crew, count=3):
-        super().__init__(entry, crew)
-        self.pipes = []
-        for _ in range(count):
-            self.add_worker()
-
     def add_worker(self):
         """One more, with a pipe; its index."""
         self.workers.append(self.crew.take())
@@ -126,7 +99,7 @@ class PipeFleet(Fleet):
         return len(self.pipes) - 1
 
     def replace(self, index):
-        """As in Fleet, with a new pipe."""
+        """A new worker, with a new pipe, in the place of a dead one."""
         self.crew.give_back(self.workers[index])
         self.pipes[index].close()
         self.workers[index] = self.crew.take()
@@ -158,12 +131,8 @@ class PipeFleet(Fleet):
     def close(self):
         for worker in self.workers:
             self.crew.give_back(worker)
-        super().close()
+        for scheme in self.schemes:
+            scheme.shutdown()
         for pipe in self.pipes:
             pipe.close()
         resource_sharer.stop()  # the thread that gave away plain shared tensors
-
-
-class RemoteFleet(Fleet):
-    """What the fleets of schemes for several machines have in common: the trainer's word comes to a worker on another
-    way than the test's, so neither waits for the other."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import struct
-import threading
 from multiprocessing import connection, reduction
 from pathlib import Path
 
@@ -23,12 +21,12 @@ from support.conformance.nets import Stamped, ask
 
 
 def receive_until_called(state):
-    """What a worker does between the calls of the test. One without a pipe receives now and then."""
+    """What a worker does between the calls of the test."""
     if not hasattr(state, "models"):
         start_over(state)
     try:
         while state.receivers and not state.held:
-            ready = connection.wait([state.conn, state.pipe]) if state.pipe else connection.wait([state.conn], 0.003)
+            ready = connection.wait([state.conn, state.pipe])
             for receiver in state.receivers.values():  # before the call: what was sent earlier is applied earlier
                 receiver.receive(timeout=0)
             if state.conn in ready:
@@ -41,9 +39,7 @@ def start_over(state):
     state.models, state.schemes, state.receivers = {}, {}, {}
     state.pipe = state.error = state.context = None
     state.given = {}  # what init_on_worker() gets beside the model: where the weights come from
-    state.held = state.receiving = False
-    state.gate = threading.Condition()  # of both; see remote_peers.py
-    state.using = getattr(state, "using", contextlib.nullcontext())  # the models; a lock where calls apply weights
+    state.held = False
 
 
 def take_pipe(state, index):
@@ -62,9 +58,7 @@ def keep(state, model_id, scheme, model=None):
     """From now on weights of this id are received."""
     if model is not None:
         state.models[model_id] = model
-    with state.gate:
-        state.schemes[model_id], state.receivers[model_id] = scheme, scheme.get_receiver()
-        state.gate.notify_all()
+    state.schemes[model_id], state.receivers[model_id] = scheme, scheme.get_receiver()
 
 
 def leave(state):
@@ -77,31 +71,15 @@ def leave(state):
 
 
 def hold(state, held=True):
-    with state.gate:
-        state.held = held
-        state.gate.notify_all()
+    state.held = held
 
 
 def receive(state, model_id="policy", timeout=0.001):
-    with receiving(state):
-        return state.receivers[model_id].receive(timeout=timeout)
-
-
-@contextlib.contextmanager
-def receiving(state):
-    """Meanwhile weights may come in, even if the worker is held."""
-    with state.gate:
-        state.receiving = True
-        state.gate.notify_all()
-    try:
-        yield
-    finally:
-        state.receiving = False
+    return state.receivers[model_id].receive(timeout=timeout)
 
 
 def look(state, model_id="policy"):
-    with state.using:
-        return ask(state.models[model_id])
+    return ask(state.models[model_id])
 
 
 def count(state, model_id="policy"):

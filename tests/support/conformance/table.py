@@ -19,12 +19,8 @@ from shmsync.schemes import (
     RPCWeightSyncScheme,
     SharedMemWeightSyncScheme,
 )
-from support.conformance.fleet import PipeFleet
-from support.conformance.fleet_processes import DistributedFleet, RPCFleet
-from support.conformance.fleet_ray import RayFleet, RayModuleFleet
 
 ALONE = {"groups": [[0], [1], [2]]}  # three workers, none of which shares anything with another
-NOT_FANNED_OUT = {"fan_out": None}
 
 
 class Ends(NamedTuple):
@@ -73,17 +69,13 @@ class Entry(NamedTuple):
     """A scheme under test.
 
     make: makes one; takes the scheme's own options, such as `timeout=`.
-    fleet: connects it with workers; what the tests need of it is in Fleet.
     alone: options with which each worker can be reached without the others.
-    crew: the kind of workers it runs over; see the fixture `crews`.
     ends: gives Ends.
     """
 
     name: str
     make: Callable[..., Any]
-    fleet: Any = PipeFleet
     alone: dict[str, Any] = {}  # noqa: RUF012
-    crew: str = "forkserver"
     ends: Callable[[], Ends] = a_pipe
 
 
@@ -94,23 +86,11 @@ NONE = Entry("none", NoWeightSyncScheme)  # it sends nothing, so only what holds
 PIPES = [MP, SHM]
 
 
-def remote(name: str, fleet: Any, ends: Any, make: Any, **nodes: Any) -> list[Entry]:
-    """The scheme, and the same with fan-out. `nodes`: more of these, whose workers are on these nodes."""
-    crew, fanned_out = name.split("-")[0], partial(make, fan_out="node")
-    fleets = {name: fleet, f"{name}-fan-out": fleet}
-    fleets |= {f"{name}-{kind}": partial(fleet, nodes=where) for kind, where in nodes.items()}
-    return [
-        Entry(each, make if each == name else fanned_out, fleet, NOT_FANNED_OUT, crew, ends)
-        for each, fleet in fleets.items()
-    ]
-
-
-RAY = remote("ray", RayFleet, partial(an_actor, "remote_collectors"), RayWeightSyncScheme)
-RAY_MODULE, *_ = remote("ray-module", RayModuleFleet, partial(an_actor, "actors"), RayModuleTransformScheme)
-# Of workers on another node the first is the relay. With RPC it is the one that tests like to kill; a rank relays at
-# its receive(), so there it is another, as tests look at its neighbours while they hold one.
-RPC = remote("rpc", RPCFleet, an_rpc_worker, RPCWeightSyncScheme, relay=(None, "b", "b"))
-DISTRIBUTED = remote("distributed", DistributedFleet, a_rank, DistributedWeightSyncScheme, relay=("b", "b", None))
+# Schemes for several machines; tests/remote/ sends over them.
+RAY = Entry("ray", RayWeightSyncScheme, ends=partial(an_actor, "remote_collectors"))
+RAY_MODULE = Entry("ray-module", RayModuleTransformScheme, ends=partial(an_actor, "actors"))
+RPC = Entry("rpc", RPCWeightSyncScheme, ends=an_rpc_worker)
+DISTRIBUTED = Entry("distributed", DistributedWeightSyncScheme, ends=a_rank)
 
 
 def only(*entries: Entry) -> Any:

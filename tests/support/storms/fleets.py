@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from support.conformance import table
-from support.conformance.fleet import Crew
-from support.conformance.fleet_processes import DistributedWorld, RPCWorld, WorldCrew
-from support.conformance.fleet_ray import RayCrew
 from support.storms.model import Weather
-from support.worker import fork_server
 
 
 @dataclass
 class Over:
-    """A scheme: its entry of the conformance suite, the options of the scheme, and what starts its workers."""
+    """A scheme: its entry of the conformance suite, and the options of the scheme."""
 
     entry: object
-    crew: object
     options: dict
     partial: bool = False  # can workers be reached one by one?
-    pipes: bool = False
-
-
-def pipe_crew():
-    return Crew(fork_server())
 
 
 STORMS = {
-    "multiprocess": Over(table.MP, pipe_crew, {}, partial=True, pipes=True),
-    "shared-memory": Over(table.SHM, pipe_crew, {}, pipes=True),
-    "shared-memory-3": Over(table.SHM, pipe_crew, {"slots": 3}, pipes=True),
-    "ray": Over(table.RAY[0], RayCrew, {}, partial=True),
-    "rpc": Over(table.RPC[0], partial(WorldCrew, RPCWorld), {}, partial=True),
-    "distributed": Over(table.DISTRIBUTED[0], partial(WorldCrew, DistributedWorld), {}, partial=True),
+    "multiprocess": Over(table.MP, {}, partial=True),
+    "shared-memory": Over(table.SHM, {}),
+    "shared-memory-3": Over(table.SHM, {"slots": 3}),
 }
 
 
@@ -83,7 +68,7 @@ def waited_since(before):
 
 
 def timed(function, kwargs):
-    """(start, end, waited, value, error) of a call, where the trainer is."""
+    """(start, end, waited, value, error) of a call."""
     value = error = None
     before, start = waits(), time.monotonic_ns()
     try:
@@ -98,24 +83,8 @@ def take(call, found):
     call.start, call.end, call.waited, call.value, call.error = found
 
 
-def call_here(sender, call, kwargs):
+def carry_out(sender, call, kwargs):
     take(call, timed(getattr(sender, call.name), kwargs))
-
-
-def call_there(sender, call, kwargs):
-    """The same for a trainer in a separate process."""
-    take(call, sender._trainer.call(run_there, sender.key, call.name, kwargs))
-
-
-def run_there(state, key, name, kwargs):
-    sender = state.schemes[key].get_sender()
-    if "weights" in kwargs:
-        kwargs = {**kwargs, "weights": source(*kwargs["weights"])}
-    found = timed(getattr(sender, name), kwargs)
-    if found[-1] is not None:
-        found[-1].__traceback__ = None
-        pickle.loads(pickle.dumps(found[-1]))
-    return found
 
 
 def source(form, number):
@@ -131,8 +100,3 @@ def source(form, number):
 
 
 FORMS = ("module", "module", "state_dict", "tensordict")
-
-
-def is_remote(sender):
-    """Is it in a separate process?"""
-    return hasattr(sender, "_trainer")

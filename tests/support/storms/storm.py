@@ -21,13 +21,16 @@ from functools import partial
 
 import psutil
 
+from support.conformance.fleet import Crew, Fleet
 from support.processes import descriptors, segments
 from support.storms.board import Sky
-from support.storms.fleets import FORMS, STORMS, Call, call_here, call_there, is_remote, source
+from support.storms.engine import ENGINES
+from support.storms.fleets import FORMS, STORMS, Call, carry_out, source
 from support.storms.judge import CALM, Violation, await_computing
 from support.storms.model import Weather
 from support.storms.trouble import DEADLY, KINDS, Hand, Life, finish, resume
 from support.storms.worker import live
+from support.worker import fork_server
 
 SENDS = ("send", "wait_async", "resend")  # calls that publish, by the names of their counts
 SHORT, LONG = (0.02, 0.1, 0.3), (1.0, CALM, 2 * CALM)
@@ -40,7 +43,7 @@ class Storm:
         self.over = STORMS[name]
         self.sky = sky
         self.random, self.judge, self.counts = sky.random, sky.judge, sky.counts
-        self.crew = self.over.crew()
+        self.crew = Crew(fork_server())
         self.hand = Hand()
         self.fleet = None
         self._number = 0
@@ -50,10 +53,9 @@ class Storm:
 
     def begin(self):
         """A new trainer, with workers that are all new to it."""
-        self.fleet = self.over.entry.fleet(self.over.entry, self.crew)
+        self.fleet = Fleet(self.over.entry, self.crew)
         self.scheme = self.fleet.make(**{"timeout": CALM, **self.over.options})
         self.sender = self.fleet.open("policy", Weather, scheme=self.scheme)
-        self.call_it = call_there if is_remote(self.sender) else call_here
         self.by_version = {}
         self.lives = [None] * len(self.fleet.workers)
         for index in range(len(self.lives)):
@@ -65,7 +67,7 @@ class Storm:
         earlier = self.lives[index]
         life = Life(index, worker, row, number, sent=set() if earlier is None else set(earlier.sent))
         self.lives[index] = life
-        worker.start(live, self.sky.board.path, number, self.fleet.called)
+        worker.start(live, self.sky.board.path, number)
         await_computing(life, lambda: row.get("forwards"))
         self.sky.pids.add(row.get("pid"))
 
@@ -91,7 +93,7 @@ class Storm:
         self.repair()
         timeout = self.timeout()
         troubles = self.throw(timeout) if self.random.random() < 0.7 else 0
-        name = self.random.choices(["send", "async", "resend"], [6, 2, self.over.pipes])[0]
+        name = self.random.choices(["send", "async", "resend"], [6, 2, 1])[0]
         try:
             getattr(self, f"do_{name}")(timeout)
         finally:
@@ -109,8 +111,6 @@ class Storm:
         life, kind = self.random.choice(choice), self.random.choice(KINDS)
         if kind == "stop" and timeout in LONG and self.random.random() < 0.9:
             kind = "stop and go on"
-        if kind == "exit" and not self.over.pipes:
-            kind = "kill"
         delay = self.random.choice([0, 0.001, 0.003, 0.01, 0.05]) * self.random.random()
         choice.remove(life)
         gust = self.random.sample(choice, self.random.randint(0, len(choice))) if self.random.random() < 0.5 else []
@@ -147,7 +147,7 @@ class Storm:
             return
         self.judge.ended(call, call.start, call.end, call.timeout, call.waited)
         waiting = Call("wait_async", f"for {self._number}", timeout, sent_by=call)
-        self.call_it(self.sender, waiting, {"timeout": waiting.timeout})
+        carry_out(self.sender, waiting, {"timeout": waiting.timeout})
         self._judge(waiting, lives)
 
     def do_resend(self, timeout):
@@ -158,7 +158,7 @@ class Storm:
         for life in lives:  # a worker that others have gone on without may get the newest
             life.sent.add(number)
         call = Call("resend", f"{number} to {[life.index for life in lives]}", timeout)
-        self.call_it(self.sender, call, {"worker_ids": [life.index for life in lives], "timeout": call.timeout})
+        carry_out(self.sender, call, {"worker_ids": [life.index for life in lives], "timeout": call.timeout})
         self._judge(call, lives, 0 if self.over.partial else number)
 
     def _post(self, name, timeout):
@@ -169,8 +169,8 @@ class Storm:
         call = Call(name, f"{form} of {self._number}, worker_ids={ids}", timeout)
         for life in lives:
             life.sent.add(self._number)
-        weights = (form, self._number) if is_remote(self.sender) else source(form, self._number)
-        self.call_it(self.sender, call, {"weights": weights, "worker_ids": ids, "timeout": timeout})
+        weights = source(form, self._number)
+        carry_out(self.sender, call, {"weights": weights, "worker_ids": ids, "timeout": timeout})
         return call, lives
 
     def _judge(self, call, lives, number=None):
@@ -212,9 +212,6 @@ class Storm:
 
     def replace(self, life):
         index = life.index
-        if not self.can_replace():
-            self.restart()
-            return
         self.judge.look([life])
         life.worker.process.join()
         self.fleet.replace(index)
@@ -225,29 +222,17 @@ class Storm:
         life.row.close()
         self.enliven(index)
 
-    def can_replace(self):
-        """A world of ranks has one more than it needs."""
-        world = getattr(self.fleet, "world", None)
-        return world is None or world.ranks[-1] not in self.fleet.workers
+
+# What makes a storm for a Sky, by its name.
+KINDS_OF_STORMS = {**{name: partial(Storm, name) for name in STORMS}, **ENGINES}
 
 
-def kinds():
-    """What makes a storm for a Sky, by its name. Some need packages that others do not."""
-    from support.storms.collectors import COLLECTORS
-    from support.storms.engine import ENGINES
-
-    return {**{name: partial(Storm, name) for name in STORMS}, **COLLECTORS, **ENGINES}
-
-
-def what_is_there(name):
+def what_is_there():
     """Of this process: descriptors, threads, arenas, and processes that come from it."""
     gc.collect()
-    files = list(descriptors().values())
-    if name.startswith("ray"):  # ray.shutdown() itself leaves a socket or two
-        files = [each for each in files if not each.startswith("socket:")]
     return {
         "processes": len(psutil.Process().children(recursive=True)),
-        "descriptors": len(files),
+        "descriptors": len(descriptors()),
         "threads": threading.active_count(),
         "arenas": len(segments()),
     }
@@ -258,7 +243,7 @@ def run(name, seconds, seed, say=print):
     sky = Sky(seed)
     storm = None
     try:
-        storm = kinds()[name](sky)
+        storm = KINDS_OF_STORMS[name](sky)
         start = said = time.monotonic()
         while time.monotonic() < start + seconds:
             storm.step()
@@ -300,7 +285,7 @@ def table(name, sky, seconds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--of", choices=kinds(), default="shared-memory")
+    parser.add_argument("--of", choices=KINDS_OF_STORMS, default="shared-memory")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=None)
     given = parser.parse_args()
@@ -311,10 +296,10 @@ def main():
     try:
         for seconds in (1, given.seconds):  # the first lets everything be imported that is imported only once
             sky = run(given.of, seconds, seed, lambda text: print(text, flush=True))
-            after, until = what_is_there(given.of), time.monotonic() + 20
+            after, until = what_is_there(), time.monotonic() + 20
             while before is not None and any(after[each] > before[each] for each in after) and time.monotonic() < until:
                 time.sleep(0.1)  # what was killed needs a moment to be gone
-                after = what_is_there(given.of)
+                after = what_is_there()
             if before is not None and any(after[each] > before[each] for each in after):
                 raise Violation(f"left behind: {before} before, {after} after")
             before = after

@@ -60,20 +60,11 @@ class Hand:
     def order(self, kind, life, delay):
         self._orders.put((kind, life, delay))
 
-    def skip(self):
-        """Order nothing."""
-        self._done.put(None)
-
-    def await_one(self):
-        """Until the last order was carried out."""
-        error = self._done.get(timeout=120)
-        if error is not None:
-            raise error
-
     def await_all(self, count):
         """Until the last so many orders were carried out."""
         for _ in range(count):
-            self.await_one()
+            if (error := self._done.get(timeout=120)) is not None:
+                raise error
 
     def close(self):
         self._orders.put(None)

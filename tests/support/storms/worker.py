@@ -13,8 +13,7 @@ from support.storms.model import FINE, GLANCE, TORN
 GLANCES = 32  # sections that look at a few elements only, for one that looks at all
 
 
-def live(state, path, index, called):
-    """`called`: weights come in calls, in another thread; else at receive()."""
+def live(state, path, index):
     board = Board(path)
     row = board.row(index)
     row.set("pid", os.getpid())
@@ -28,12 +27,9 @@ def live(state, path, index, called):
                 for scheme in state.schemes.values():
                     scheme.shutdown()
                 os._exit(0)
-            if called:
-                time.sleep(0.002)
-            else:
-                row.set("phase", RECEIVING)
-                for receiver in state.receivers.values():
-                    receiver.receive(timeout=0.002 / len(state.receivers))
+            row.set("phase", RECEIVING)
+            for receiver in state.receivers.values():
+                receiver.receive(timeout=0.002 / len(state.receivers))
             compute(state, row, newest)
             row.set("phase", IDLE)
     finally:
@@ -45,7 +41,7 @@ def compute(state, row, newest):
     """A forward of every model, and what it says about the weights."""
     row.set("phase", COMPUTING)
     found = {}
-    with state.using, torch.no_grad():
+    with torch.no_grad():
         for _ in range(GLANCES):
             for model_id, model in state.models.items():
                 look(row, newest, model_id, model(GLANCE))

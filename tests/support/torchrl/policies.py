@@ -11,7 +11,6 @@ from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
 
 from support.processes import until
-from support.storms.model import FINE, Weather
 from support.weights import fill
 
 
@@ -75,23 +74,6 @@ def seen(frames):
     for key in ("first", "last"):
         assert torch.equal(frames[key], frames["tag"]), key
     return frames["tag"].squeeze(-1).long()
-
-
-class Forecaster(TensorDictModuleBase):
-    """The policy of a storm: each frame says which weights it saw, less than 0 when they were not of one number."""
-
-    def __init__(self):
-        super().__init__()
-        self.in_keys, self.out_keys = ["observation"], ["action", "forecast"]
-        self.weather = Weather()
-
-    def become(self, number):
-        self.weather.become(number)
-
-    def forward(self, tensordict):
-        number, matter, _ = self.weather()
-        ones = torch.ones_like(tensordict["observation"])
-        return tensordict.update({"action": ones, "forecast": ones * (number if matter == FINE else -matter)})
 
 
 class Acting(Readable, TensorDictModule):
