@@ -29,10 +29,7 @@ def imported(*arguments):
     return {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
 
 
-@pytest.mark.parametrize(
-    "command", [["--help"], ["list", "-v"], ["inspect", "NAME"], ["top", "NAME", "--count", "1"], ["doctor"], ["gc"]],
-    ids=" ".join,
-)  # fmt: skip
+@pytest.mark.parametrize("command", [["inspect", "NAME"], ["top", "NAME", "--count", "1"], ["doctor"]], ids=" ".join)
 def test_a_command_imports_no_torch(command):
     weights = {name: torch.zeros(3, dtype=getattr(torch, name)) for name in ("float32", "bfloat16", "int64", "bool")}
     with shmsync.Publisher(weights) as pub:

@@ -10,12 +10,12 @@ import pytest
 
 import shmsync
 from support.jobs import workers as jobs
-from support.jobs.pools import METHODS, pids, queue
+from support.jobs.pools import pids, queue
 from support.processes import alive, kill, stop, until
 from support.weights import stamped
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["forkserver", "fork"])  # spawn: test_programs.py
 def test_workers_are_attached_on_entry_apply_each_version_and_end_on_leaving(method):
     answers = queue(method)
     with (

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 
-METHODS = ["forkserver", "spawn", "fork"]
-
 
 def queue(method="forkserver"):
     return multiprocessing.get_context(method).SimpleQueue()
