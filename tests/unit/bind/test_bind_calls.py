@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 
 import pytest
@@ -184,10 +183,3 @@ def test_what_a_cache_of_parametrizations_kept_is_gone_with_the_version(bound):
         found = worker(x)
     with torch.no_grad():
         assert torch.equal(found, trainer(x))
-
-
-def test_a_guarded_call_and_method_keep_their_signature(bound):
-    _, worker, _, _ = bound(Policy)
-    assert inspect.signature(worker.predict) == inspect.signature(Policy().predict)
-    assert inspect.signature(worker.forward) == inspect.signature(Policy().forward)
-    assert worker.predict.__name__ == "predict"

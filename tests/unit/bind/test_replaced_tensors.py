@@ -75,20 +75,6 @@ def test_a_replaced_parameter_is_an_error_until_it_is_back_or_bound_again(bound,
 
 
 @torch.no_grad()
-def test_a_functional_call_uses_its_own_tensors_or_raises(bound):
-    trainer, worker, pub, sub = bound(lambda: nn.Linear(4, 4), 2)
-    x, mine = torch.ones(1, 4), {"weight": torch.eye(4), "bias": torch.zeros(4)}
-    assert torch.equal(torch.func.functional_call(worker, mine, x), x)
-    pub.publish()
-    with pytest.raises(shmsync.ManifestMismatch, match="functional_call"):
-        torch.func.functional_call(worker, mine, x)
-    with sub.read():
-        assert torch.equal(torch.func.functional_call(worker, mine, x), x)
-    assert torch.equal(worker(x), trainer(x))
-    assert torch.equal(mine["weight"], torch.eye(4))
-
-
-@torch.no_grad()
 def test_adapters_that_were_added_to_a_bound_module_are_no_error_where_the_arena_is_a_part(publisher, subscriber):
     trainer, worker = nn.Linear(4, 4), nn.Linear(4, 4)
     sub = subscriber(publisher(trainer, include=["weight", "bias"]))
