@@ -24,9 +24,9 @@ def earlier_weights_are_gone():
     until(lambda: sealed_here() == (0, 0))
 
 
-@pytest.fixture(params=["state_dict", "tensordict"])
-def rig(request, rig_of):
-    return rig_of(PipeRig, MultiProcessWeightSyncScheme, strategy=request.param, nets=[large(0), large(0)])
+@pytest.fixture
+def rig(rig_of):
+    return rig_of(PipeRig, MultiProcessWeightSyncScheme, nets=[large(0), large(0)])
 
 
 def deliver(rig, weights):

@@ -8,7 +8,6 @@ from support.conformance.nets import Stamped
 from support.worker import nothing
 
 FORMS = ["message", "pair", "content"]
-two_models = pytest.mark.parametrize("form", ["message", "pair"])
 
 
 def begin(fleet, form="message", model_id=None):
@@ -34,10 +33,9 @@ def test_loop_of_the_workers_own_applies_and_answers(fleet, form):
     assert fleet.stamps() == [3, 3, 3]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_what_a_loop_cannot_apply_raises_there_and_in_the_sender(fleet, form):
+def test_what_a_loop_cannot_apply_raises_there_and_in_the_sender(fleet):
     sender = fleet.open("policy", Stamped, 0, 9)  # the workers' models are wider
-    begin(fleet, form)
+    begin(fleet)
     with pytest.raises(ManifestMismatch, match=r"layer\.weight"):
         sender.send(Stamped(1), timeout=60)
     for errors in end(fleet):
@@ -45,10 +43,9 @@ def test_what_a_loop_cannot_apply_raises_there_and_in_the_sender(fleet, form):
     assert fleet.stamps() == [0, 0, 0]
 
 
-@two_models
-def test_one_receiver_serves_every_model_of_its_pipe(fleet, form):
+def test_one_receiver_serves_every_model_of_its_pipe(fleet):
     first, second = fleet.open("policy"), fleet.open("env.value_net")
-    begin(fleet, form, "policy")
+    begin(fleet, "pair", "policy")
     first.send(Stamped(1), timeout=60)
     second.send(Stamped(2), timeout=60)
     assert end(fleet) == [[], [], []]

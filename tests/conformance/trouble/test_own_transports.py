@@ -6,8 +6,8 @@ import pytest
 
 import shmsync
 from support.calls import naming
-from support.conformance.nets import Stamped, ask
-from support.conformance.rigs import BoxRig, BoxScheme
+from support.conformance.nets import Stamped
+from support.conformance.rigs import BoxScheme
 
 
 class Asks:
@@ -44,12 +44,6 @@ def sender(boxes):
     scheme.init_on_sender("policy", pipes=boxes)
     yield scheme.get_sender()
     scheme.shutdown()
-
-
-def test_two_methods_make_a_transport(rig_of):
-    rig = rig_of(BoxRig, BoxScheme)
-    assert [rig.deliver(Stamped(value)) for value in (1, 2)] == [1, 2]
-    assert [ask(net) for net in rig.nets] == [2, 2]
 
 
 def test_all_are_sent_to_before_the_first_is_asked(sender, boxes):

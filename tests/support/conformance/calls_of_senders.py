@@ -1,4 +1,4 @@
-"""What a trainer does with its sender, in several threads and against the clock. Runs where the trainer is."""
+"""What a trainer does with its sender, in several threads and against the clock."""
 
 from __future__ import annotations
 
@@ -17,42 +17,29 @@ def send_from_threads(sender, threads, rounds):
     """Each thread sends its own numbers; [(version, number)] of all sends, in the order of their versions."""
 
     def send(first):
-        found = []
-        for number in range(first, first + rounds):
-            found.append((sender.send(Stamped(number), timeout=ENOUGH), number))
-        return found
+        return [(sender.send(Stamped(number), timeout=ENOUGH), number) for number in range(first, first + rounds)]
 
     calls = [Call(send, 1 + rounds * thread) for thread in range(threads)]
     return sorted(pair for call in calls for pair in call.result())
 
 
-def outcome_of(sender, name, timeout, width=4):
-    """(what a call of this timeout raised, or "returned"; the seconds by which it outlived its deadline)"""
-    net = None if name in ("resend", "wait_async") else Stamped(7, width)
-    start = time.monotonic()
-    try:
-        getattr(sender, name)(*([] if net is None else [net]), timeout=timeout)
-        said = "returned"
-    except Exception as error:
-        said = type(error).__name__
-    return said, time.monotonic() - start - timeout
-
-
-def overrun(sender, name, timeout, width=4, times=10):
-    """What the calls said, and the smallest overrun: a busy machine delays some of them, and then gets more."""
-    found = []
-    for number in range(times):
-        if number >= 3 and any(late < 0.1 for said, late in found if said != "returned"):
+def overrun(sender, name, timeout):
+    """(what calls of this timeout raised, the smallest overrun in seconds): a busy machine delays some of them."""
+    said, smallest = set(), float("inf")
+    for number in range(10):
+        if number >= 3 and smallest < 0.1:
             break
-        if name == "async":
-            found += [outcome_of(sender, "send_async", timeout, width)]
-            found += [outcome_of(sender, "wait_async", timeout)] if found[-1][0] == "returned" else []
-        else:
-            found.append(outcome_of(sender, name, timeout, width))
-    return {said for said, _ in found}, min(late for said, late in found if said != "returned")
+        start = time.monotonic()
+        try:
+            getattr(sender, name)(*([] if name == "wait_async" else [Stamped(7)]), timeout=timeout)
+            said.add("returned")
+        except Exception as error:
+            said.add(type(error).__name__)
+            smallest = min(smallest, time.monotonic() - start - timeout)
+    return said, smallest
 
 
-def overrun_beside(sender, name, timeout, times=10):
+def overrun_beside(sender, name, timeout):
     """As overrun(), while another thread is inside send() all the time."""
     done = threading.Event()
 
@@ -63,8 +50,6 @@ def overrun_beside(sender, name, timeout, times=10):
 
     other = Call(send)
     until_waits(other, "send")
-    found = []
-    while len(found) < 3 or (min(late for _, late in found) >= 0.1 and len(found) < times):
-        found.append(outcome_of(sender, name, timeout))
+    found = overrun(sender, name, timeout)
     assert not done.is_set()
-    return {said for said, _ in found}, min(late for _, late in found)
+    return found
