@@ -40,7 +40,7 @@ FAULTS = [
     Fault("shmsync/engine/source/sources.py", "if not filters or filter.admits(", "if True or filter.admits(",
           "unit/source/test_weights.py unit/write/test_publish.py"),
     Fault("shmsync/engine/source/leaf_check.py", "if held < needed:", "if False:", "unit/source/test_odd_tensors.py"),
-    Fault("shmsync/engine/source/cast_before_send.py", "kept=kept_leaves(weights, named) | set(kept)", "kept=set(kept)",
+    Fault("shmsync/schemes/cast_before_send.py", "kept=kept_leaves(weights, named) | set(kept)", "kept=set(kept)",
           "unit/source/test_dtypes.py"),
     Fault("shmsync/engine/copy/copy_plan.py", "if tensors.overlaps(self._arena.ranges()):", "if False:",
           "unit/source/test_changed_tensors.py"),

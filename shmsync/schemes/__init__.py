@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 if _TYPE_CHECKING:
-    from ..engine.source.strategy import WeightStrategy
     from .api import TransportBackend, WeightSyncScheme
     from .none import NoWeightSyncScheme
     from .pipes.multiprocess import MPTransport, MultiProcessWeightSyncScheme
@@ -18,6 +17,7 @@ if _TYPE_CHECKING:
     from .receiver import WeightReceiver
     from .remote import *  # noqa: F403
     from .sender import WeightSender
+    from .strategy import WeightStrategy
 
 __all__ = [
     "DistributedTransport",
@@ -54,7 +54,7 @@ _HOMES = {  # the others are in remote/
     "TransportBackend": ".api",
     "WeightReceiver": ".receiver",
     "WeightSender": ".sender",
-    "WeightStrategy": "..engine.source.strategy",
+    "WeightStrategy": ".strategy",
     "WeightSyncScheme": ".api",
 }
 

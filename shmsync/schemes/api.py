@@ -13,11 +13,11 @@ from torch import nn
 from typing_extensions import Self
 
 from ..engine.source.dtypes import Dtypes
-from ..engine.source.strategy import Form, WeightStrategy
 from ..errors import ClosedError
 from .context_args import Arguments, check_names, find_model, model_at, model_in, refuse_collector, says_what_it_takes
 from .receiver import WeightReceiver
 from .sender import WeightSender
+from .strategy import Form, WeightStrategy
 
 _OF_TORCHRL = {
     "connect", "init_on_receiver", "initialized_on_receiver", "initialized_on_sender", "synchronized_on_receiver",

@@ -9,11 +9,11 @@ import torch
 from tensordict import TensorDictBase
 
 from ..engine.outcome import Outcome
-from ..engine.source import extra_state
-from ..engine.source.strategy import leaves_of, refuse_odd
 from ..engine.source.tied import tied_along
 from ..memory.manifest import tie
 from ..memory.torch_modes import run_plainly
+from . import extra_state
+from .strategy import leaves_of, refuse_odd
 
 Leaves = dict[str, Any]  # by dotted key: private copies, and what modules keep beside their tensors
 

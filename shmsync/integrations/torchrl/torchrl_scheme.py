@@ -14,9 +14,9 @@ from torchrl.weight_update import weight_sync_schemes as _torchrl
 from ... import _native
 from ...engine.deadlines import timeout_or_default, timeout_or_none
 from ...engine.source.dtypes import Dtypes
-from ...engine.source.strategy import WeightStrategy, is_flat
 from ...errors import ClosedError, ProtocolError
 from ...schemes.arenas.worker_devices import DeviceChoice
+from ...schemes.strategy import WeightStrategy, is_flat
 from .trainer.first_weights import first_weights, resolve
 from .trainer.groups import Groups
 from .trainer.in_process import InProcess

@@ -17,12 +17,12 @@ from torch import nn
 from ... import _native
 from ...engine.source.manifest_check import direct
 from ...engine.source.sources import EVERYTHING, WatchedDict, Weights, collect
-from ...engine.source.strategy import unflattened
-from ...engine.source.targets import problem_with_target
 from ...engine.write.writer import Writer
 from ...memory.arena import lies_in, readonly_ranges
 from ...memory.manifest import Key, Leaf, tie
 from ...memory.torch_modes import counts_changes, run_plainly
+from ..strategy import unflattened
+from ..targets import problem_with_target
 
 _KEPT = 16  # tables: one for each slot, and with partial=True one for each set of leaves that is sent
 Pair = tuple[Leaf, torch.Tensor]  # a leaf of the arena, and the tensor that it is copied into

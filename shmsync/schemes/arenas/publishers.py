@@ -12,14 +12,14 @@ from torch import nn
 
 from ...engine.publish_all import Publication, publish_all
 from ...engine.publisher import Publisher, writer_of
-from ...engine.source import extra_state
-from ...engine.source.cast_before_send import matching_dtypes
 from ...engine.source.dtypes import Dtypes, dtypes_of
 from ...engine.source.sources import EVERYTHING, Weights, collect, not_saved
-from ...engine.source.strategy import WeightStrategy
 from ...engine.source.tied import tied_along
 from ...errors import ManifestMismatch
 from ...memory.manifest import Key
+from .. import extra_state
+from ..cast_before_send import matching_dtypes
+from ..strategy import WeightStrategy
 from .worker_devices import DeviceChoice, WorkerDevices, devices_for
 
 ALL = 0  # the group of every worker, where no groups= were given

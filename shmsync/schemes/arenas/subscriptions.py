@@ -12,10 +12,10 @@ from torch import nn
 from ...engine.bind.guarded_methods import can_be_called
 from ...engine.bind.install_guards import bind
 from ...engine.bind.module_check import ModuleCheck
-from ...engine.source.strategy import WeightStrategy
 from ...engine.subscriber import Consistency, Subscriber, reader_of
 from ...errors import ProtocolError
 from ...memory.control.segment import Handle
+from ..strategy import WeightStrategy
 
 
 class Subscriptions:

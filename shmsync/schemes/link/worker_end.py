@@ -12,10 +12,10 @@ from typing import Any
 from ... import _native
 from ...engine.deadlines import slice_until
 from ...engine.outcome import Failure
-from ...engine.source.pickling import dumps, small
 from ...errors import ProtocolError, WriterDied
 from ...memory.slab.memfd import reachable
 from ...memory.system.process import dead_parent, me
+from ..pickling import dumps, small
 from . import messages
 from .connection import Channel
 from .messages import Message, Tag

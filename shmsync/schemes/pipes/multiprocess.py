@@ -14,7 +14,6 @@ from typing_extensions import override
 from ...engine.deadlines import check_worker, deadline_after, timeout_or_default
 from ...engine.outcome import Outcome
 from ...engine.source.dtypes import Dtypes
-from ...engine.source.strategy import Form, WeightStrategy, leaves_of, refuse_odd
 from ...errors import ProtocolError
 from ..api import WeightSyncScheme
 from ..arenas.publishers import Plan
@@ -24,6 +23,7 @@ from ..link import messages
 from ..link.messages import Message, Tag
 from ..link.sender_end import Link
 from ..sent_leaves import SentLeaves, private_leaves
+from ..strategy import Form, WeightStrategy, leaves_of, refuse_odd
 from .pipe_carrier import PipeCarrier, Posted
 from .pipe_receiver import PipeReceiver
 from .pipe_sender import PipeSender

@@ -12,8 +12,6 @@ from typing_extensions import override
 from ...engine.deadlines import check_worker
 from ...engine.publish_all import Publication, publish_all
 from ...engine.publisher import Publisher, writer_of
-from ...engine.source.pickling import dumps, small
-from ...engine.source.strategy import WeightStrategy, refuse_bound
 from ...engine.write.writer import Writer
 from ...errors import ClosedError
 from ..arenas.plain_copy import PlainCopy
@@ -21,6 +19,8 @@ from ..arenas.publishers import ALL, Plan, Publishers
 from ..link import messages
 from ..link.messages import Tag, Tagged
 from ..link.sender_end import Link, Route
+from ..pickling import dumps, small
+from ..strategy import WeightStrategy, refuse_bound
 from .pipe_carrier import PipeCarrier, Posted
 
 

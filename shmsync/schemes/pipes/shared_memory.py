@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from ...engine.deadlines import check_worker, deadline_after, timeout_or_default
 from ...engine.source.dtypes import Dtypes
-from ...engine.source.strategy import Form
 from ...engine.subscriber import Consistency, reader_of
 from ..api import WeightSyncScheme
 from ..arenas.publishers import ArenaOptions, Publishers
@@ -23,6 +22,7 @@ from ..link import messages
 from ..link.messages import Message
 from ..link.send_lock import hold_all
 from ..link.sender_end import Link
+from ..strategy import Form
 from .pipe_receiver import PipeReceiver
 from .pipe_sender import PipeSender
 from .pipe_transport import PipeTransport

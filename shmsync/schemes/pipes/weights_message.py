@@ -10,12 +10,12 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from ...engine.source.pickling import dumps, dumps_apart, small
 from ...errors import ShmSyncError
 from ...memory.slab.memfd import MemfdAt, Sealed, pieces_at
 from ...memory.system.process import me
 from ..link import messages
 from ..link.messages import Tag, Tagged
+from ..pickling import dumps, dumps_apart, small
 
 LARGE = 1 << 20  # bytes from which on weights travel beside the message; see docs/performance.md
 _APART = 4096  # bytes of a tensor from which on it lies beside the others in the memfd

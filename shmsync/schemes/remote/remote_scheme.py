@@ -12,13 +12,13 @@ from typing_extensions import override
 
 from ...engine.deadlines import check_worker, timeout_or_default
 from ...engine.source.dtypes import Dtypes
-from ...engine.source.strategy import Form
 from ...engine.subscriber import Consistency
 from ...errors import AckTimeout, WorkerDied
 from ..api import WeightSyncScheme
 from ..context_args import Arguments
 from ..sender import WeightSender
 from ..sent_leaves import SentLeaves, private_leaves
+from ..strategy import Form
 from .fan_out import FanOut
 from .packed_weights import Packer, Stamp
 from .relay import RelayOptions

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shmsync.engine.source.pickling import dumps
 from shmsync.memory.torch_modes import plainly
 from shmsync.schemes import WeightStrategy
+from shmsync.schemes.pickling import dumps
 from shmsync.schemes.remote.packed_weights import Packer, unpack
 from support.calls import switched
 from support.weights import bytes_of

@@ -12,7 +12,7 @@ from torch import nn
 import shmsync
 from shmsync import ManifestMismatch
 from shmsync.engine.copy.converting import STAGED_BYTES
-from shmsync.engine.source.cast_before_send import cast_weights
+from shmsync.schemes.cast_before_send import cast_weights
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from ....engine.source import extra_state
 from ....engine.source.dtypes import Dtypes
-from ....engine.source.strategy import WeightStrategy
 from ....errors import ManifestMismatch
+from ....schemes import extra_state
+from ....schemes.strategy import WeightStrategy
 from .first_weights import resolve
 from .own_weights import UNCHANGED, OwnWeights, Wanted
 

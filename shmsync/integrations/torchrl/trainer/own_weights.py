@@ -16,10 +16,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from ....engine.source import extra_state
 from ....engine.source.manifest_check import same_bytes
 from ....memory.manifest import tie
 from ....memory.torch_modes import run_plainly
+from ....schemes import extra_state
 
 UNCHANGED: Any = object()  # in the place of weights: a version with those that the workers have
 

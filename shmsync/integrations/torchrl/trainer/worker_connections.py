@@ -17,10 +17,10 @@ from multiprocessing import util
 from typing import Any
 
 from ....engine.outcome import Failure
-from ....engine.source.pickling import small
 from ....memory.control.segment import Handle
 from ....memory.system.calls import poll
 from ....memory.system.process import Peer
+from ....schemes.pickling import small
 from ..worker.worker_connection import WAKE, check_uid, receive
 
 Report = tuple[int, Failure]  # (worker, what it failed with)

@@ -17,12 +17,12 @@ from ....engine.by_value import copy_by_value
 from ....engine.read.opening import open_reader
 from ....engine.read.reading import ReadPath
 from ....engine.read.waiting import Follower
-from ....engine.source import extra_state
-from ....engine.source.strategy import WeightStrategy
 from ....errors import ArenaNotFound, WriterDied
 from ....memory.control.segment import Handle
 from ....memory.torch_modes import run_plainly
+from ....schemes import extra_state
 from ....schemes.arenas.subscriptions import is_elsewhere
+from ....schemes.strategy import WeightStrategy
 from .clock import VersionClock
 from .listener import ConnectionListener
 from .safe_point import LoadPoint, ModelLock, SafePoint, StatePoint, release_bound

@@ -19,9 +19,9 @@ import threading
 from contextlib import suppress
 
 from ....engine.outcome import Failure
-from ....engine.source.pickling import small
 from ....memory.control.segment import Handle
 from ....memory.system.process import me
+from ....schemes.pickling import small
 
 WAKE = b"!"
 LARGEST = 1 << 16  # bytes of a message

@@ -14,10 +14,10 @@ from typing_extensions import override
 
 from ....engine.deadlines import deadline_after, timeout_or_none
 from ....engine.source.dtypes import Dtypes
-from ....engine.source.strategy import Form, WeightStrategy
 from ....engine.subscriber import Consistency
 from ...context_args import Arguments
 from ...link.send_lock import TryHold
+from ...strategy import Form, WeightStrategy
 from ..location import Site
 from ..relay import RelayOptions
 from ..remote_carrier import Carrier

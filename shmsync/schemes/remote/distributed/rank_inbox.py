@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from ....engine.outcome import Failure
-from ....engine.source.pickling import dumps
-from ....engine.source.strategy import WeightStrategy
 from ....errors import ProtocolError, WriterDied
 from ...link.connection import Channel
 from ...link.door import Door, DoorKeeper
 from ...link.proved import PROOF
 from ...link.send_lock import SendLock, TryHold
 from ...link.serial_executor import GRACE, Task
+from ...pickling import dumps
+from ...strategy import WeightStrategy
 from ..location import Address, here
 from ..packed_weights import Announcement, Label, unpack
 from ..relay import RelayOptions, close_here, publish_here

@@ -23,13 +23,13 @@ import torch
 from typing_extensions import override
 
 from ....engine.outcome import Failure
-from ....engine.source.pickling import small
 from ....errors import ForkedHandle, ProtocolError
 from ....memory.system.calls import poll
 from ....memory.system.process import pid_of
 from ...link.connection import Channel
 from ...link.proved import Dial, connection_of
 from ...link.serial_executor import GRACE, Task
+from ...pickling import small
 from ..location import Address, here, is_loopback
 from ..packed_weights import Announcement, PackedWeights
 from ..relay import RelayOptions

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from ....engine.source.dtypes import Dtypes
-from ....engine.source.strategy import Form
 from ....engine.subscriber import Consistency
 from ...context_args import Arguments, find_object
+from ...strategy import Form
 from ..remote_receiver import RemoteReceiver
 from ..remote_requests import Call
 from ..remote_scheme import RemoteScheme, RemoteSender, Roster

@@ -15,8 +15,8 @@ from torch import nn
 
 from ....engine.deadlines import deadline_after, timeout_or_default
 from ....engine.outcome import Wording, listed
-from ....engine.source.strategy import WeightStrategy
 from ....errors import WorkerDied
+from ...strategy import WeightStrategy
 from ..packed_weights import Packer
 from ..remote_requests import RemoteSend, Step
 from .ray_carrier import RayCarrier

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...memory.devices import laid_out
-from ...memory.strides import Strides, contiguous, layout_of
-from ...memory.torch_modes import run_plainly
-from .leaf_check import problem_with
+from ..engine.source.leaf_check import problem_with
+from ..memory.devices import laid_out
+from ..memory.strides import Strides, contiguous, layout_of
+from ..memory.torch_modes import run_plainly
 
 # Pickles a message without tensors. Equal messages give equal bytes in both processes.
 small = functools.partial(pickle.dumps, protocol=5)

@@ -15,12 +15,12 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from ... import _native
-from ...memory.manifest import Key
-from ...memory.torch_modes import run_plainly
+from .. import _native
+from ..engine.source.sources import EVERYTHING, collect
+from ..engine.source.wrappers import submodules
+from ..memory.manifest import Key
+from ..memory.torch_modes import run_plainly
 from .pickling import dumps
-from .sources import EVERYTHING, collect
-from .wrappers import submodules
 
 LEAF = "__extra_state__"  # also TorchRL's key, in a TensorDict of weights
 KEY: Key = (LEAF,)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .leaf_check import problem_with
+from ..engine.source.leaf_check import problem_with
 
 
 def problem_with_target(target: Any) -> str | None:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from ...memory.arena import nested
-from ...memory.manifest import Key, tie
-from ...memory.torch_modes import run_plainly
+from ..engine.source.dtypes import Dtypes, cast_leaves, kept_leaves, matching_patterns
+from ..engine.source.leaf_check import problem_with
+from ..engine.source.sources import EVERYTHING, collect
+from ..memory.arena import nested
+from ..memory.manifest import Key, tie
+from ..memory.torch_modes import run_plainly
 from . import extra_state
-from .dtypes import Dtypes, cast_leaves, kept_leaves, matching_patterns
-from .leaf_check import problem_with
-from .sources import EVERYTHING, collect
 
 
 @run_plainly

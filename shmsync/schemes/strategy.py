@@ -10,22 +10,22 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from ... import _native
-from ...errors import ManifestMismatch
-from ...memory.arena import lies_in, nested, readonly_ranges
-from ...memory.devices import assign
-from ...memory.manifest import Key, tie
-from ...memory.torch_modes import counts_changes, run_plainly
+from .. import _native
+from ..engine.source.dtypes import Dtypes, check_dtypes, kept_leaves
+from ..engine.source.leaf_check import problem_with
+from ..engine.source.manifest_check import same_bytes
+from ..engine.source.overlaps import shared_in_part
+from ..engine.source.sources import EVERYTHING, check_keys, collect, not_saved
+from ..engine.source.tied import without
+from ..engine.source.wrappers import of_wrappers, respelled, spelled_in, state_of, submodules
+from ..errors import ManifestMismatch
+from ..memory.arena import lies_in, nested, readonly_ranges
+from ..memory.devices import assign
+from ..memory.manifest import Key, tie
+from ..memory.torch_modes import counts_changes, run_plainly
 from . import extra_state
 from .cast_before_send import cast_tensors, cast_weights
-from .dtypes import Dtypes, check_dtypes, kept_leaves
-from .leaf_check import problem_with
-from .manifest_check import same_bytes
-from .overlaps import shared_in_part
-from .sources import EVERYTHING, check_keys, collect, not_saved
 from .targets import made_anew, problem_with_target
-from .tied import without
-from .wrappers import of_wrappers, respelled, spelled_in, state_of, submodules
 
 Form = Literal["tensordict", "state_dict"]
 _FORMS = ("tensordict", "state_dict")
