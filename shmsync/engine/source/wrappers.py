@@ -24,9 +24,10 @@ _TRANSPARENT = (
     ("torch.nn.parallel", "DataParallel", "module"),
     ("torch.nn.parallel", "DistributedDataParallel", "module"),
     ("torch.optim.swa_utils", "AveragedModel", "module"),
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
 )
 _FSDP = ("torch.distributed.fsdp", "FullyShardedDataParallel")
-_PREFIXES = ("_orig_mod", "module")  # the attributes above, as they occur in keys
+_PREFIXES = ("_orig_mod", "module", "_checkpoint_wrapped_module")  # the attributes above, as they occur in keys
 
 
 class Submodule(NamedTuple):

@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictParams
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel
 
 import shmsync
@@ -35,16 +36,20 @@ def compiled(module):
     return torch.compile(module, backend="eager")
 
 
-def part_compiled(module):
-    name = next(iter(module._modules))
-    module._modules[name] = compiled(module._modules[name])
-    return module
+def in_part(wrap):
+    def wrapped(module):
+        name = next(iter(module._modules))
+        module._modules[name] = wrap(module._modules[name])
+        return module
+
+    return wrapped
 
 
 WRAPPERS = {
     "plain": lambda module: module,
     "compiled": compiled,
-    "part compiled": part_compiled,
+    "part compiled": in_part(compiled),
+    "part checkpointed": in_part(checkpoint_wrapper),
     "DataParallel": nn.DataParallel,
     "compiled DDP": lambda module: compiled(nn.parallel.DistributedDataParallel(module)),
     "AveragedModel": AveragedModel,
@@ -116,7 +121,13 @@ def test_tensordict_params_have_their_nested_keys_everywhere(publisher, subscrib
 
 @pytest.mark.parametrize("form", AS)
 @pytest.mark.parametrize(
-    ("trainer", "worker"), [("plain", "compiled"), ("compiled DDP", "part compiled"), ("AveragedModel", "plain")]
+    ("trainer", "worker"),
+    [
+        ("plain", "compiled"),
+        ("compiled DDP", "part compiled"),
+        ("AveragedModel", "plain"),
+        ("part checkpointed", "plain"),
+    ],
 )
 def test_an_arena_of_any_form_serves_modules_in_any_wrapper(both, trainer, worker, form):
     source, target = WRAPPERS[trainer](Policy(1.0)), WRAPPERS[worker](Policy(0.0))
