@@ -97,7 +97,7 @@ def shown(key: Key) -> str:
 def problem_with(value: Any) -> str | None:
     """Why this object cannot be a leaf at all, or None."""
     if type(value) in _CLASSES and _native.surely_plain(value):
-        return None  # the common case, in 1 µs
+        return _hanging(value)  # the common case, in 1 µs
     if is_array(value):
         return f"is a numpy array of dtype {value.dtype}, which torch lacks; convert it, or leave it out with exclude="
     if isinstance(value, nn.Module):
@@ -107,7 +107,19 @@ def problem_with(value: Any) -> str | None:
     if isinstance(value, (nn.UninitializedParameter, nn.UninitializedBuffer)):
         return "is not initialised yet; run the lazy module once before publishing it"
     with torch._C.DisableTorchFunction():  # a subclass may answer these questions in its own way, or not at all
-        return _kind_problem(value) or _memory_problem(value)
+        return _kind_problem(value) or _memory_problem(value) or _hanging(value)
+
+
+def _hanging(value: torch.Tensor) -> str | None:
+    """What hangs on a parameter of whole numbers, as the scale of quantised weights does, decides what they mean."""
+    if isinstance(value, nn.Parameter) and not (value.dtype.is_floating_point or value.dtype.is_complex):
+        for name, each in vars(value).items():
+            if isinstance(each, torch.Tensor):
+                return (
+                    f"has {value.dtype} values and the tensor {name!r} as an attribute, which would not be published "
+                    "with them; make that one a parameter or a buffer of the module"
+                )
+    return None
 
 
 def _kind_problem(value: torch.Tensor) -> str | None:

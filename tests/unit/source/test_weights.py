@@ -83,6 +83,14 @@ def test_include_and_exclude_choose_leaves_by_dotted_key(publisher, subscriber):
     assert torch.equal(other[1].weight, private)
 
 
+def quantised():
+    """As some libraries make it: what the numbers mean hangs on the parameter."""
+    module = nn.Module()
+    module.codes = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
+    module.codes.scale = torch.tensor(1.0)
+    return module
+
+
 @pytest.mark.parametrize(
     ("weights", "said"),
     [
@@ -91,8 +99,9 @@ def test_include_and_exclude_choose_leaves_by_dotted_key(publisher, subscriber):
         ({"actor": nn.Linear(1, 1)}, r"is a module, not a tensor; publish several modules as one torch.nn.ModuleDict"),
         ({}, "no tensor to publish"),
         (nn.LazyLinear(3), "not initialised"),
+        (quantised(), "codes has torch.int8 values and the tensor 'scale' as an attribute"),
     ],
-    ids=["tree", "type", "modules", "nothing", "lazy"],
+    ids=["tree", "type", "modules", "nothing", "lazy", "quantised"],
 )
 def test_what_cannot_be_published_is_refused_with_the_reason(weights, said):
     with pytest.raises(shmsync.ManifestMismatch, match=said):
