@@ -39,9 +39,9 @@ class Publisher:
     """Publishes the weights of one model to any number of subscribers on this machine.
 
     Args:
-        weights: an nn.Module (parameters and buffers), a TensorDict, or a mapping of dotted key to tensor or numpy
-            array. Published as `first_version`. The publisher keeps it for publish(), which reads it again, and never
-            changes it.
+        weights: an nn.Module (parameters and buffers), a TensorDict, or a mapping of dotted keys to modules,
+            TensorDicts, tensors, numpy arrays, numbers and further mappings. Published as `first_version`. The
+            publisher keeps it for publish(), which reads it again, and never changes it.
         name: the name by which other processes find the arena; None makes a random one.
         slots: copies of the weights. 1: publisher and readers take turns, least memory, fixed addresses. 2 or more:
             readers never wait. The publisher does not wait either if slots ≥ 2 + old versions held at once.

@@ -201,6 +201,7 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         self,
         module: M,
         *,
+        prefix: str | None = None,
         guard: GuardNames = True,
         clone_outputs: bool = True,
     ) -> M:
@@ -211,6 +212,7 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         that was replaced is ManifestMismatch.
 
         Args:
+            prefix: the module's leaves are those below this dotted key, as in an arena of {"policy": module, ...}.
             guard: the calls that are read sections, each of the newest version. True: each call of the module or of a
                 submodule, hooks included, and each public method that its own classes define (not those of torch). A
                 list names methods and submodules, as in ["act", "actor.net"]. False: none; use the module inside
@@ -230,7 +232,8 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         """
         reader = self._reader
         reader.check_open()
-        return bind(reader, module, guard, ModuleCheck(reader.arena, self.name), clones=clone_outputs)
+        check = ModuleCheck(reader.arena, self.name, prefix=tuple(prefix.split(".")) if prefix else ())
+        return bind(reader, module, guard, check, clones=clone_outputs)
 
     @overload
     def run(self, fn: Callable[..., T], /, *args: Any, with_version: Literal[False] = ..., **kwargs: Any) -> T: ...

@@ -17,7 +17,7 @@ from ..engine.source.manifest_check import same_bytes
 from ..engine.source.overlaps import shared_in_part
 from ..engine.source.sources import EVERYTHING, check_keys, collect, not_saved
 from ..engine.source.tied import without
-from ..engine.source.wrappers import of_wrappers, respelled, spelled_in, state_of, submodules
+from ..engine.source.wrappers import of_wrappers, respelled, state_of, submodules
 from ..errors import ManifestMismatch
 from ..memory.arena import lies_in, nested, readonly_ranges
 from ..memory.devices import assign
@@ -163,12 +163,11 @@ class WeightStrategy:
             optional = not_saved(destination)
             modules = submodules(destination)
             given = without(given, of_wrappers(given).difference(targets))
-            spelled = {spelled_in(targets, key) or key: value for key, value in given.items()}
-            given = spelled if len(spelled) == len(given) else given
-            others = respelled(given, targets)
-            given = {others.get(key, key): value for key, value in given.items()}
-            ends = {(*path, ""): path for path in modules}  # a path is all prefix
-            extra = {ends.get(spelled_in(ends, (*path, "")) or (), path): state for path, state in extra.items()}
+            spelled = respelled(given, targets)
+            given = {spelled.get(key, key): value for key, value in given.items()}
+            ends = {path: (*path, "") for path in (*extra, *modules)}  # a path is all prefix
+            spelled = respelled([ends[path] for path in extra], [ends[path] for path in modules])
+            extra = {spelled.get(ends[path], ends[path])[:-1]: state for path, state in extra.items()}
         if self.dtype is not None:
             kept = kept_leaves(destination, targets)
             if not isinstance(destination, nn.Module):  # the sender has cast them already

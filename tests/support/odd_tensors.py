@@ -53,6 +53,12 @@ def _masked():
     return torch.masked.masked_tensor(torch.ones(4), torch.tensor([True, False, True, True]))
 
 
+def _arriving():
+    from torch.distributed._functional_collectives import all_reduce
+
+    return all_reduce(torch.ones(4), "sum", torch.distributed.group.WORLD)
+
+
 def _nested():
     return torch.nested.nested_tensor([torch.ones(2), torch.ones(2)], layout=torch.strided)
 
@@ -67,6 +73,7 @@ ODD = {
     "DTensor": (_distributed, "full_tensor"),
     "fake": (_fake, "FakeTensor"),
     "of vmap": (_of_vmap, "transform"),
+    "of a collective": (_arriving, "wait()"),
     "masked": (_masked, "MaskedTensor"),
     "nested": (_nested, "nested tensor"),
     "wrapper": (lambda: Wrapper(torch.ones(4)), "Wrapper"),

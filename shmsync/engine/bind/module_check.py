@@ -27,6 +27,7 @@ class ModuleCheck:
         arena, name: what they are bound to.
         copies: parameters become private copies too, as buffers are, on the device they are on.
         absent: leaves of the arena that are no tensors of the module.
+        prefix: the module's leaves are those below this key path.
     """
 
     arena: Arena
@@ -34,7 +35,8 @@ class ModuleCheck:
     _: KW_ONLY
     copies: bool = False
     absent: Collection[Key] = ()
-    # Keys of the module to leaves, which differ by the prefixes of wrappers.
+    prefix: Key = ()
+    # Keys of the module to leaves, which differ by `prefix` and by the names of wrappers.
     _spelled: dict[Key, Key] = field(default_factory=dict, init=False)
     # A leaf that has another name too, and the id of its tensor.
     _second: dict[Key, tuple[Key, int]] = field(default_factory=dict, init=False)
@@ -42,7 +44,9 @@ class ModuleCheck:
     @property
     def beside(self) -> frozenset[Key]:
         """Leaves of the arena that are no tensors of the module, those of wrappers included."""
-        return frozenset(self.absent) | of_wrappers(self.arena.manifest.by_key)
+        by_key, prefix = self.arena.manifest.by_key, self.prefix
+        outside = {key for key in by_key if key[: len(prefix)] != prefix}
+        return frozenset(self.absent) | of_wrappers(by_key) | outside
 
     def viewed(self, tensor: torch.Tensor) -> bool:
         """Does this tensor show the arena's memory? Else it is a private copy."""
@@ -55,10 +59,14 @@ class ModuleCheck:
             "but bound weights are read-only. Normalise in the trainer, build the worker's module without max_norm",
         )
         by_key = self.arena.manifest.by_key
-        tensors = without(collect(module, EVERYTHING, watch=False).tensors, not_saved(module).difference(by_key))
-        spelled = respelled(tensors, by_key)
+        found = collect(module, EVERYTHING, watch=False).tensors
+        whole = {key: (*self.prefix, *key) for key in found}
+        unsaved = {key for key in not_saved(module) if (*self.prefix, *key) not in by_key}
+        tensors = {whole[key]: tensor for key, tensor in found.items() if key not in unsaved}
+        others = respelled(tensors, by_key)
+        spelled = {key: others.get(each, each) for key, each in whole.items()}
         module_key = {leaf: key for key, leaf in spelled.items()}
-        tensors = {spelled.get(key, key): tensor for key, tensor in tensors.items()}
+        tensors = {others.get(key, key): tensor for key, tensor in tensors.items()}
         second = second_names(tensors, by_key)
         for key, (leaf, known) in self._second.items():  # private copies of one tensor do not share memory any more
             if key in tensors and id(tensors[key]) == known:
@@ -69,12 +77,12 @@ class ModuleCheck:
         self.check(own)
         self._second = {key: (leaf, id(tensors[key])) for key, leaf in second.items()}
         self._spelled = spelled
-        found = own | {key: tensors[key] for key in second}
-        return {module_key.get(key, key): tensor for key, tensor in found.items()}
+        return {module_key[key]: tensor for key, tensor in (own | {key: tensors[key] for key in second}).items()}
 
     def leaf_of(self, key: Key) -> Key:
         """The leaf that a tensor of the module shows: that of its own key, or of the tensor which it is tied to."""
-        return self._second[key][0] if key in self._second else self._spelled.get(key, key)
+        leaf = self._spelled[key]
+        return self._second[leaf][0] if leaf in self._second else leaf
 
     def check(self, tensors: Mapping[Key, torch.Tensor]) -> None:
         """Raise ManifestMismatch when these tensors cannot show what the arena has under their keys."""

@@ -13,7 +13,7 @@ from ...memory.manifest import Key, Leaf, tie
 from ...memory.strides import same_order
 from .dtypes import curing_dtypes
 from .leaf_check import problem_with
-from .wrappers import of_wrappers, open_questions
+from .wrappers import of_wrappers
 
 
 def direct(tensor: torch.Tensor, leaf: Leaf) -> bool:
@@ -71,8 +71,6 @@ def mismatches(
             and not (leaf.nbytes and leaf.offset in given and source_is == "source")
         ]
         problems += [f"{name} is missing from the {source_is}" for name in absent]
-    if problems:
-        problems += open_questions(tensors, manifest.by_key)
     return problems
 
 

@@ -1,14 +1,15 @@
-"""Reading weights out of what users hold: a module, a TensorDict, or a mapping of dotted keys.
+"""The front door of weights: a module, a TensorDict, or a nested mapping of these, of tensors, arrays and numbers.
 
-collect() gives the leaves by key path, and the dicts they were found in. With those the next publish of the same
-object only has to see that the dicts still hold the same objects.
+collect() gives their leaves by key path. The keys of a module are the names of its parameters and buffers, without the
+wrappers (wrappers.py).
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import translate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -16,10 +17,10 @@ import torch
 from torch import nn
 
 from ...errors import ManifestMismatch
-from ...memory.arrays import is_array, tensor_over
+from ...memory.arrays import as_tensor
 from ...memory.manifest import Key, Manifest
-from .leaf_check import check_depth, is_tensordict, loaded_class, problem_with_key, shown
-from .wrappers import spelled_in, walk, wrapped_by
+from .leaf_check import check_depth, is_tensordict, problem_with_key, shown
+from .wrappers import bare, walk
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -62,7 +63,7 @@ class Filter(NamedTuple):
             f"the pattern {pattern!r} of {argument}= matches no leaf"
             for argument, patterns in (("include", self.include or ()), ("exclude", self.exclude))
             for pattern in patterns
-            if not any(map(re.compile(translate(pattern)).match, known))  # not kept: it would push out _any_of()'s
+            if not any(map(re.compile(translate(pattern)).match, known))
         ]
 
     @property
@@ -77,108 +78,108 @@ EVERYTHING = Filter(None, ())
 @functools.lru_cache(maxsize=256)
 def _any_of(patterns: tuple[str, ...]) -> Callable[[str], object]:
     """Does some pattern match? As one expression: many patterns cost little more than one."""
-    if not patterns:
-        return lambda name: None
-    return re.compile("|".join(f"(?:{translate(pattern)})" for pattern in patterns)).match
+    return re.compile("|".join(f"(?:{translate(pattern)})" for pattern in patterns) or "(?!)").match
 
 
 def _patterns(patterns: str | Sequence[str], argument: str) -> tuple[str, ...]:
     if isinstance(patterns, str):
         return (patterns,)
-    if not isinstance(patterns, Iterable) or isinstance(patterns, (bytes, Mapping)):
+    listed = tuple(patterns) if isinstance(patterns, Iterable) and not isinstance(patterns, (bytes, Mapping)) else None
+    if listed is None or not all(isinstance(each, str) for each in listed):
         raise TypeError(f"{argument}= is a glob pattern or a list of them, not {patterns!r}")
-    listed = tuple(patterns)
-    if not all(isinstance(each, str) for each in listed):
-        raise TypeError(f"{argument}= is a glob pattern or a list of them, but it has {listed!r}")
     return listed
 
 
 def collect(
     source: Weights, filter: Filter, manifest: Manifest | None = None, *, to_write: bool = False, watch: bool = True
 ) -> Collected:
-    """Every leaf of `source` that the filter admits. With a manifest, dotted keys are resolved in it first.
+    """Every leaf of `source` that the filter admits, by key path.
 
-    `to_write`: the leaves are targets, so each is the very object that the source holds. `watch`: are the dicts of a
-    module needed, in which they were found?
+    Each is the object that the source holds. Arrays and numbers become tensors, unless `to_write` says that the leaves
+    are targets.
+
+    Args:
+        manifest: of an arena, whose spelling of a key counts: see key_of().
+        watch: are the dicts needed in which the leaves were found?
+
+    Raises TypeError for other sources, and ManifestMismatch for a tree that is too deep, for two keys that are one
+    leaf, and for FSDP's FullyShardedDataParallel.
     """
-    if isinstance(source, nn.Module):
-        return _from_module(source, filter, watch)
-    watched = _Watch()
-    if is_tensordict(source):
-        pairs = _in_tensordict(source, (), watched, manifest)
-    elif isinstance(source, Mapping):
-        pairs = _in_mapping(source, (), watched, manifest)
-    else:
-        inner, cure = wrapped_by(source), ""
-        if inner is not None:
-            cure = f"; pass the {type(inner).__name__} inside it (.func, .__wrapped__ or .__self__)"
+    is_module, is_tree = isinstance(source, nn.Module), is_tensordict(source)
+    if not (is_module or is_tree or isinstance(source, Mapping)):
         raise TypeError(
-            f"weights must be a torch.nn.Module, a TensorDict or a mapping of dotted keys to tensors or numpy arrays, "
-            f"not {type(source).__name__}{cure}"
+            "weights must be a torch.nn.Module, a TensorDict, or a nested mapping of dotted keys to modules, tensors, "
+            f"numpy arrays and numbers, not {type(source).__name__}"
         )
-    tensors = _admitted(pairs, filter)
-    return Collected(tensors if to_write else _as_tensors(tensors), watched.dicts)
-
-
-def _admitted(pairs: Iterable[tuple[Key, Any]], filter: Filter) -> dict[Key, Any]:
+    watched = _Watch()
     found: dict[Key, Any] = {}
-    filters = filter.filters
-    for key, value in pairs:
-        if not filters or filter.admits(".".join(key)):
-            if key in found:
-                raise ManifestMismatch(f"the weights give {'.'.join(key)!r} twice, under two spellings; leave one out")
-            found[key] = value
-    return found
-
-
-def _as_tensors(values: dict[Key, Any]) -> dict[Key, Any]:
-    """Tensors over arrays, and the values that a collective still brings, which are waited for."""
-    pending = loaded_class("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
-    for key, value in values.items():
-        if pending is not None and type(value) is pending:
-            values[key] = value.wait()
-        elif is_array(value):
-            values[key] = tensor_over(value)
-    return values
-
-
-def _from_module(module: nn.Module, filter: Filter, watch: bool) -> Collected:
-    pairs: list[tuple[Key, Any]] = []
-    watched: list[WatchedDict] | None = [] if watch else None
-    seen: set[int] = set()
-    scripted: list[Key] = []
-    for path, _, child, around in walk(module):
-        if scripted and any(path[: len(each)] == each for each in scripted):
+    for path, value in _leaves(source, (), watched if watch else None):
+        key = path if is_module else key_of(path, manifest, flat=not is_tree)
+        if filter.filters and not filter.admits(".".join(key)):
             continue
-        if isinstance(child, torch.jit.ScriptModule):  # keeps its tensors in C++, where no dict can be watched
-            named = (*child.named_parameters(remove_duplicate=False), *child.named_buffers(remove_duplicate=False))
-            pairs += [((*path, *name.split(".")), tensor) for name, tensor in named]
-            watched = None
-            scripted.append(path)
-            continue
+        if key in found:
+            raise ManifestMismatch(f"the weights give {'.'.join(key)!r} twice, under two spellings; leave one out")
+        found[key] = value if to_write else as_tensor(value)
+    return Collected(found, watched.dicts)
+
+
+def _leaves(source: Any, path: Key, watched: _Watch | None) -> Iterator[tuple[Key, Any]]:
+    check_depth(path)
+    if isinstance(source, nn.Module):
+        left_out = not_saved(source) if path else set()  # a module in a mapping gives what its state_dict() has
+        for key, tensor in _of_module(source, None if path else watched):
+            if key not in left_out:
+                yield (*path, *key), tensor
+        if path and watched is not None:
+            watched.dicts = None
+        return
+    if is_tensordict(source):
+        from tensordict import TensorDict
+
+        from ...memory.dotted import DottedTensorDict
+
+        # The dict inside it: items() takes 5 µs a leaf, and this dict can be watched.
+        store = getattr(source, "_tensordict", None) if type(source) in (TensorDict, DottedTensorDict) else None
+        items = store.items() if type(store) is dict else source.items()
+    else:
+        store, items = source, source.items()
+    if watched is not None:
+        watched.add(store)
+        if store is not source and watched.dicts is not None:  # select(inplace=True) gives the TensorDict another dict
+            watched.dicts.append((vars(source), [("_tensordict", store)], False))
+    for key, value in items:
+        if not isinstance(key, str):
+            raise TypeError(f"keys must be dotted strings, not {key!r}; flatten the mapping first")
+        below = None if isinstance(value, torch.Tensor) else _below(value)
+        if below is None:
+            yield (*path, key), value
+        else:
+            yield from _leaves(below, (*path, key), watched)
+
+
+def _below(value: Any) -> Any:
+    """What has leaves below it: the value, or the TensorDict in a tensorclass. None for a leaf."""
+    tensordict = sys.modules.get("tensordict")
+    if tensordict is not None and tensordict.is_tensor_collection(value):
+        if tensordict.is_non_tensor(value):
+            return None
+        return value if is_tensordict(value) else value._tensordict
+    return value if isinstance(value, (nn.Module, Mapping)) else None
+
+
+def _of_module(module: nn.Module, watched: _Watch | None) -> Iterator[tuple[Key, torch.Tensor]]:
+    for path, child, around in walk(module):
         for name, tensor in (*child._parameters.items(), *child._buffers.items()):
             if tensor is not None:
-                pairs.append(((*path, *name.split(".")) if "." in name else (*path, name), tensor))  # TensorDictParams
-        if watched is None:
-            continue
-        for each in (*around, child):
-            if id(each) not in seen:
-                seen.add(id(each))
-                held = each.__dict__
-                stores = [(name, held[name]) for name in ("_parameters", "_buffers", "_modules")]
-                watched.append((held, stores, False))
-                watched += [(store, list(store.items()), True) for _, store in stores]
-    return Collected(_admitted(pairs, filter), watched)
+                yield ((*path, *name.split(".")) if "." in name else (*path, name)), tensor  # TensorDictParams has dots
+        if watched is not None:
+            for each in (*around, child):
+                watched.add_module(each)
 
 
 def not_saved(module: nn.Module) -> set[Key]:
     """Non-persistent buffers. An arena made from a state_dict() lacks them, so they stay the module's own."""
-    return {
-        (*place.path, name)
-        for place in walk(module)
-        if not isinstance(place.module, torch.jit.ScriptModule)
-        for name in place.module._non_persistent_buffers_set
-    }
+    return {(*place.path, name) for place in walk(module) for name in place.module._non_persistent_buffers_set}
 
 
 class _Watch:
@@ -193,57 +194,29 @@ class _Watch:
         else:
             self.dicts = None
 
-
-def _in_tensordict(
-    source: TensorDictBase, path: Key, watch: _Watch, manifest: Manifest | None
-) -> Iterable[tuple[Key, Any]]:
-    from tensordict import TensorDict, is_non_tensor, is_tensor_collection
-
-    from ...memory.dotted import DottedTensorDict
-
-    # The dict inside it: items() takes 5 µs a leaf, and this dict can be watched.
-    check_depth(path)
-    store = getattr(source, "_tensordict", None) if type(source) in (TensorDict, DottedTensorDict) else None
-    watch.add(store)
-    if watch.dicts is not None:  # select(inplace=True) and others give the TensorDict another dict
-        watch.dicts.append((vars(source), [("_tensordict", store)], False))
-    for key, value in source.items() if type(store) is not dict else store.items():
-        if not isinstance(value, torch.Tensor) and is_tensor_collection(value) and not is_non_tensor(value):
-            # A tensorclass keeps a TensorDict; what else it keeps is in there too, as NonTensorData.
-            below = value if is_tensordict(value) else value._tensordict
-            yield from _in_tensordict(below, (*path, key), watch, manifest)
-        else:
-            yield key_of((*path, key), manifest, flat=False), value
-
-
-def _in_mapping(
-    source: Mapping[str, Any], path: Key, watch: _Watch, manifest: Manifest | None
-) -> Iterable[tuple[Key, Any]]:
-    check_depth(path)
-    watch.add(source)
-    for key, value in source.items():
-        if not isinstance(key, str):
-            raise TypeError(f"keys must be dotted strings, not {key!r}; flatten the mapping first")
-        if isinstance(value, Mapping):
-            yield from _in_mapping(value, (*path, key), watch, manifest)
-        else:
-            yield key_of((*path, key), manifest, flat=True), value
+    def add_module(self, module: nn.Module) -> None:
+        held = module.__dict__
+        stores = [(name, held[name]) for name in ("_parameters", "_buffers", "_modules")]
+        for _, store in stores:
+            self.add(store)  # not a dict in a scripted module, which keeps its tensors in C++
+        if self.dicts is not None:
+            self.dicts.append((held, stores, False))
 
 
 def key_of(path: Key, manifest: Manifest | None, *, flat: bool) -> Key:
     """The key path that a path in a source stands for. `flat`: its keys may be dotted.
 
-    With a manifest this is the arena's own spelling: with other dots, or without the prefixes of a wrapper.
+    With a manifest this is the arena's own spelling: with other dots, or without the names of wrappers.
     """
+    name = ".".join(path)
     if manifest is not None:
         if path in manifest.by_key:
             return path
-        name = ".".join(path)
-        leaf = manifest.by_name.get(name)
-        known = spelled_in(manifest.by_key, tuple(name.split("."))) if leaf is None else leaf.key
-        if known:
-            return known
-    return tuple(".".join(path).split(".")) if flat else path
+        if (leaf := manifest.by_name.get(name)) is not None:
+            return leaf.key
+        if (plain := bare(tuple(name.split(".")))) in manifest.by_key:
+            return plain
+    return tuple(name.split(".")) if flat else path
 
 
 def check_keys(tensors: Mapping[Key, Any]) -> None:

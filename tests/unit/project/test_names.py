@@ -25,7 +25,7 @@ FIXED = {  # parameters of calls
     "Publisher.wait_readers": "workers timeout procs",
     "Workers": "pub work n args start_method threads restart timeout",
     "Subscriber": "consistency worker timeout follow",
-    "Subscriber.bind": "module guard clone_outputs",
+    "Subscriber.bind": "module prefix guard clone_outputs",
     "Subscriber.read": "version timeout",
     "Subscriber.run": "fn args with_version kwargs",
     "Subscriber.versions": "timeout",

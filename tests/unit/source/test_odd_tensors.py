@@ -7,7 +7,6 @@ import multiprocessing
 
 import pytest
 import torch
-import torch.distributed as dist
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorclass
 from torch import nn
 
@@ -108,16 +107,6 @@ def test_is_refused_before_anything_is_written(arenas, kind, entry):
     with pytest.raises(ValueError, match=said) as refused:
         entry(arenas, make())
     assert isinstance(refused.value, shmsync.ManifestMismatch)
-
-
-def test_the_result_of_a_collective_is_waited_for(publisher):
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
-
-    pub = publisher({"t": torch.zeros(4)})
-    arriving = all_reduce(torch.full((4,), 5.0), "sum", dist.group.WORLD)
-    assert type(arriving) is AsyncCollectiveTensor
-    pub.publish({"t": arriving})
-    assert pub.weights["t"].tolist() == [5.0] * 4
 
 
 class Marked(torch.Tensor):

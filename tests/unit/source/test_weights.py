@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -72,6 +73,49 @@ def test_a_tied_tensor_may_go_by_one_of_its_names_alone(publisher, subscriber):
         subscriber(pub).bind(apart)
 
 
+@torch.no_grad()
+def test_a_mapping_may_hold_modules_arrays_and_numbers(both):
+    """A policy and the statistics of its observations. Each publish reads both; a worker binds the policy alone."""
+
+    class Policy(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 1)
+            self.register_buffer("cache", torch.zeros(3), persistent=False)
+            self.alias = self.weight
+
+    def weights(value):
+        nn.init.constant_(trainer.weight, value)
+        counts = {
+            "mean": np.full(2, float(value)),
+            "count": np.int32(value),
+            "rate": 0.1,
+            "steps": value,
+            "warm": False,
+        }
+        return {"policy": compiled, "observations": counts, "log_std": torch.full((2,), float(value))}
+
+    trainer = Policy()
+    compiled = torch.compile(trainer, backend="eager")
+    pub, sub = both(weights(1), dtype=torch.bfloat16)
+    worker = sub.bind(Policy().bfloat16(), prefix="policy")
+    for value in (2, 3):
+        pub.publish(weights(value))
+        assert {name: (str(leaf.dtype)[6:], leaf.tolist()) for name, leaf in sub.state_dict().items()} == {
+            "policy.weight": ("bfloat16", [[value] * 2]),
+            "policy.alias": ("bfloat16", [[value] * 2]),
+            "policy.bias": ("bfloat16", trainer.bias.bfloat16().tolist()),
+            "observations.mean": ("float64", [value] * 2),
+            "observations.count": ("int32", value),
+            "observations.rate": ("float64", 0.1),
+            "observations.steps": ("int64", value),
+            "observations.warm": ("bool", False),
+            "log_std": ("float32", [value] * 2),
+        }
+        assert torch.equal(worker(torch.ones(1, 2).bfloat16()), 2 * value + trainer.bias.bfloat16()[None])
+    with pytest.raises(shmsync.ManifestMismatch, match=r"none\.weight is not in the arena"):
+        sub.bind(nn.Linear(2, 1), prefix="none")
+
+
 def test_include_and_exclude_choose_leaves_by_dotted_key(publisher, subscriber):
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     sub = subscriber(publisher(module, include="0.*", exclude=["*.bias"]))
@@ -96,12 +140,12 @@ def quantised():
     [
         ({"a": torch.ones(1), "a.b": torch.ones(1)}, "both a tensor and the parent"),
         ({"a": "text"}, "not a tensor"),
-        ({"actor": nn.Linear(1, 1)}, r"is a module, not a tensor; publish several modules as one torch.nn.ModuleDict"),
+        ({"a": 2**63}, "a is a int, not a tensor"),
         ({}, "no tensor to publish"),
         (nn.LazyLinear(3), "not initialised"),
         (quantised(), "codes has torch.int8 values and the tensor 'scale' as an attribute"),
     ],
-    ids=["tree", "type", "modules", "nothing", "lazy", "quantised"],
+    ids=["tree", "type", "large", "nothing", "lazy", "quantised"],
 )
 def test_what_cannot_be_published_is_refused_with_the_reason(weights, said):
     with pytest.raises(shmsync.ManifestMismatch, match=said):
