@@ -15,12 +15,11 @@ from tensordict import TensorDict
 from torch import nn
 
 from ..engine.deadlines import timeout_or_default, whole
-from ..engine.source.wrappers import state_of
 from ..errors import ClosedError, WorkerDied
 from ..memory.system.exiting import watch_exit
 from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
 from ..schemes.arenas.worker_devices import DeviceChoice, WorkerDevices
-from ..schemes.strategy import WeightStrategy
+from ..schemes.strategy import WeightStrategy, state_of
 from .options import LAST_SEED, CollectorOptions, OnLag, WorkerSpec, check
 from .policy_packing import pack
 from .trainer.batches import Batches

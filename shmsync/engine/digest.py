@@ -15,8 +15,8 @@ from ..memory.devices import laid_out
 from ..memory.manifest import Key, Leaf
 from ..memory.torch_modes import run_plainly
 from .source.leaf_check import problem_with
+from .source.manifest_check import second_names
 from .source.sources import EVERYTHING, collect
-from .source.tied import second_names
 from .source.wrappers import of_wrappers, respelled, unwrapped
 
 

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 
 from ..engine.outcome import Outcome
-from ..engine.source.tied import tied_along
+from ..engine.source.manifest_check import identity
 from ..memory.manifest import tie
 from ..memory.torch_modes import run_plainly
 from . import extra_state
@@ -56,3 +56,13 @@ def private_leaves(weights: Any) -> Leaves:
             each = copies[identity] = copies[identity] if identity in copies else each.detach().clone()
         found[".".join(key)] = each
     return found | {".".join((*path, extra_state.STATE_DICT_KEY)): state for path, state in extra.items()}
+
+
+def tied_along(whole: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What else of `whole` changes with what is given: the leaves that are one tensor with one of those names."""
+    new = {identity(each): given[name] for name, each in whole.items() if name in given and torch.is_tensor(each)}
+    return {
+        name: new[identity(each)]
+        for name, each in whole.items()
+        if name not in given and torch.is_tensor(each) and identity(each) in new
+    }

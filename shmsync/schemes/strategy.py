@@ -13,11 +13,9 @@ from torch import nn
 from .. import _native
 from ..engine.source.dtypes import Dtypes, check_dtypes, kept_leaves
 from ..engine.source.leaf_check import problem_with
-from ..engine.source.manifest_check import same_bytes
-from ..engine.source.overlaps import shared_in_part
+from ..engine.source.manifest_check import same_bytes, without
 from ..engine.source.sources import EVERYTHING, check_keys, collect, not_saved
-from ..engine.source.tied import without
-from ..engine.source.wrappers import of_wrappers, respelled, state_of, submodules
+from ..engine.source.wrappers import of_wrappers, respelled, submodules, walk
 from ..errors import ManifestMismatch
 from ..memory.arena import lies_in, nested, readonly_ranges
 from ..memory.devices import assign
@@ -25,7 +23,7 @@ from ..memory.manifest import Key, tie
 from ..memory.torch_modes import counts_changes, run_plainly
 from . import extra_state
 from .cast_before_send import cast_tensors, cast_weights
-from .targets import made_anew, problem_with_target
+from .targets import made_anew, problem_with_target, shared_in_part
 
 Form = Literal["tensordict", "state_dict"]
 _FORMS = ("tensordict", "state_dict")
@@ -264,6 +262,22 @@ def _values_of(module: nn.Module) -> dict[Key, torch.Tensor]:
     tensors = collect(module, EVERYTHING, watch=False).tensors
     refuse_odd(tensors)
     return tensors
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """The module's state_dict(), under the keys that it has without wrappers."""
+    places = list(walk(module))  # before state_dict(), which is a collective of FSDP
+    state: dict[str, Any] = places[0].module.state_dict()
+    if not any(place.wrappers for place in places[1:]):
+        return state
+    keys = {tuple(name.split(".")): name for name in state}
+    known = [
+        (*place.path, *name.split("."))
+        for place in places
+        for name in (*place.module._parameters, *place.module._buffers, "_extra_state")
+    ]
+    spelled, own = respelled(keys, known), of_wrappers(keys)
+    return {".".join(spelled.get(key, key)): state[name] for key, name in keys.items() if key not in own}
 
 
 def refuse_odd(tensors: Mapping[Key, Any]) -> None:

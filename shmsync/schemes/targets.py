@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ..engine.source.leaf_check import problem_with
+from ..engine.source.manifest_check import overlapping
+from ..memory.manifest import Key
 
 
 def problem_with_target(target: Any) -> str | None:
@@ -25,6 +28,14 @@ def made_anew(target: object, again: object) -> str | None:
     if problem_with(target) or problem_with(again) or target.data_ptr() == again.data_ptr():
         return None
     return "is made again at each access, as in a LazyStackedTensorDict, so a write is lost; pass a contiguous() one"
+
+
+def shared_in_part(tensors: Mapping[Key, Any]) -> list[str]:
+    """Why a part of these tensors cannot be written alone: writing one would change some of another."""
+    plain = {".".join(key): each for key, each in tensors.items() if problem_with(each) is None}
+    cure = "and partial=True may give one without the other: give one of them private memory"
+    found = overlapping(plain, {id(each) for each in plain.values()})
+    return [f"{a} and {b} share memory in part in the destination, {cure}" for a, b in found]
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

@@ -13,9 +13,16 @@ from ...memory.arena import Arena
 from ...memory.manifest import Key
 from ...memory.torch_modes import counts_changes
 from ..source.leaf_check import is_wrapper
-from ..source.manifest_check import describe_problems, dtype_cure, elsewhere, mismatches, tied_apart
+from ..source.manifest_check import (
+    describe_problems,
+    dtype_cure,
+    elsewhere,
+    mismatches,
+    second_names,
+    tied_apart,
+    without,
+)
 from ..source.sources import EVERYTHING, collect, not_saved
-from ..source.tied import second_names, without
 from ..source.wrappers import modules_in, of_wrappers, respelled, unwrapped, walk
 
 

@@ -24,9 +24,17 @@ from ...memory.devices import has_address
 from ...memory.manifest import Key, Leaf, merged
 from ...memory.torch_modes import run_plainly
 from ..source.leaf_check import extent
-from ..source.manifest_check import describe_problems, direct, mismatches, same_bytes, same_layout, untied
+from ..source.manifest_check import (
+    describe_problems,
+    direct,
+    mismatches,
+    same_bytes,
+    same_layout,
+    second_names,
+    untied,
+    without,
+)
 from ..source.sources import EVERYTHING, Filter, Weights, collect, not_saved
-from ..source.tied import second_names, without
 from ..source.wrappers import of_wrappers, respelled
 from .converting import Conversions
 

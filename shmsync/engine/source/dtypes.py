@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from fnmatch import fnmatchcase
 from glob import escape
@@ -102,17 +101,3 @@ def _idle(pattern: str, tensors: Mapping[Key, torch.Tensor], floating: list[Key]
     if not any(".".join(key) in names for key in floating):
         return f"the pattern {pattern!r} of dtype= matches only leaves that are not floating, such as {names[0]}"
     return f"the pattern {pattern!r} of dtype= comes too late: patterns before it match {names[0]} too; put it first"
-
-
-def curing_dtypes(wanted: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-    """The shortest dtype= that gives these floating leaves, by dotted key, these dtypes."""
-    usual = Counter(wanted.values()).most_common(1)[0][0]
-    found: dict[str, torch.dtype] = {}
-    for name, dtype in wanted.items():
-        if dtype == usual or any(fnmatchcase(name, pattern) for pattern in found):
-            continue
-        ending = f"*.{escape(name.rpartition('.')[2])}"
-        alike = [other for other in wanted if fnmatchcase(other, ending)]
-        short = name in alike and all(wanted[other] == dtype for other in alike)
-        found[ending if short else escape(name)] = dtype
-    return {**found, "*": usual}

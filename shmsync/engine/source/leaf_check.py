@@ -22,6 +22,9 @@ from ...memory.manifest import Key
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
+DEEPEST = 100  # levels of a key path; Python's limit on recursion, which TensorDicts meet, is at some 200
+_PLAIN = (torch.Tensor, nn.Parameter)
+
 # Kinds that have no memory of their own, and what to pass instead: (module, class, what to do).
 _KNOWN = (
     (
@@ -62,24 +65,19 @@ def is_wrapper(value: torch.Tensor) -> bool:
     return hasattr(type(value), "__tensor_flatten__")
 
 
-_CLASSES = (torch.Tensor, nn.Parameter)
-
-DEEPEST = 100  # levels of a key path; Python's limit on recursion, which TensorDicts meet, is at some 200
-
-
 def problem_with_key(key: Key) -> str | None:
     """Why this key path cannot be that of a leaf, or None."""
     if len(key) > DEEPEST:
         return f"has {len(key):,} levels, and {DEEPEST} are the most; flatten the weights, or see what contains itself"
-    for part in key:
-        if not part:
-            return "has an empty part; give it a name"
-        if "\0" in part:
-            return "has a NUL character; leave it out"
-        try:
-            part.encode()
-        except UnicodeEncodeError:
-            return "has a lone surrogate, which is no character and which UTF-8 cannot write; give it another name"
+    if "" in key:
+        return "has an empty part; give it a name"
+    name = ".".join(key)
+    if "\0" in name:
+        return "has a NUL character; leave it out"
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return "has a lone surrogate, which is no character and which UTF-8 cannot write; give it another name"
     return None
 
 
@@ -96,30 +94,16 @@ def shown(key: Key) -> str:
 
 def problem_with(value: Any) -> str | None:
     """Why this object cannot be a leaf at all, or None."""
-    if type(value) in _CLASSES and _native.surely_plain(value):
+    if type(value) in _PLAIN and _native.surely_plain(value):
         return _hanging(value)  # the common case, in 1 µs
     if is_array(value):
         return f"is a numpy array of dtype {value.dtype}, which torch lacks; convert it, or leave it out with exclude="
-    if isinstance(value, nn.Module):
-        return "is a module, not a tensor; publish several modules as one torch.nn.ModuleDict({...}), and bind the same"
     if not isinstance(value, torch.Tensor):
         return f"is a {type(value).__name__}, not a tensor; leave it out with exclude="
     if isinstance(value, (nn.UninitializedParameter, nn.UninitializedBuffer)):
         return "is not initialised yet; run the lazy module once before publishing it"
     with torch._C.DisableTorchFunction():  # a subclass may answer these questions in its own way, or not at all
         return _kind_problem(value) or _memory_problem(value) or _hanging(value)
-
-
-def _hanging(value: torch.Tensor) -> str | None:
-    """What hangs on a parameter of whole numbers, as the scale of quantised weights does, decides what they mean."""
-    if isinstance(value, nn.Parameter) and not (value.dtype.is_floating_point or value.dtype.is_complex):
-        for name, each in vars(value).items():
-            if isinstance(each, torch.Tensor):
-                return (
-                    f"has {value.dtype} values and the tensor {name!r} as an attribute, which would not be published "
-                    "with them; make that one a parameter or a buffer of the module"
-                )
-    return None
 
 
 def _kind_problem(value: torch.Tensor) -> str | None:
@@ -139,39 +123,47 @@ def _kind_problem(value: torch.Tensor) -> str | None:
         return "belongs to a torch.func transform (grad, vmap, jvp, functionalize); publish outside of the transform"
     if value._is_zerotensor():
         return "is a zero tensor without memory, as forward-mode derivatives have them; pass its clone()"
-    if is_wrapper(value):
-        return _wrapper(value)
-    return None
+    return _no_memory(value) if is_wrapper(value) else None
 
 
 def _memory_problem(value: torch.Tensor) -> str | None:
-    if value.numel() == 0 or (not has_address(value) and type(value) in _CLASSES):
+    if value.numel() == 0 or (not has_address(value) and type(value) in _PLAIN):
         return None
     try:
         storage = value.untyped_storage()
         address, held = storage.data_ptr(), storage.nbytes()
     except RuntimeError:  # how torch says that there is none
-        return _wrapper(value)
+        return _no_memory(value)
     needed = (value.storage_offset() + extent(value)) * value.element_size()
     if held < needed:
         return (
             f"has a storage of {held} bytes but needs {needed}: its memory was given back, as FSDP does between two "
             "forward passes; publish while the parameters are there (FSDP.summon_full_params())"
         )
-    return None if address else _wrapper(value)
+    return None if address else _no_memory(value)
 
 
-def _wrapper(value: torch.Tensor) -> str:
+def _no_memory(value: torch.Tensor) -> str:
     return (
         f"is a {type(value).__name__} without its own memory: its values lie in other tensors, or nowhere; pass "
         "those tensors, or a plain one with its values"
     )
 
 
+def _hanging(value: torch.Tensor) -> str | None:
+    """What hangs on a parameter of whole numbers, as the scale of quantised weights does, decides what they mean."""
+    if isinstance(value, nn.Parameter) and not (value.dtype.is_floating_point or value.dtype.is_complex):
+        for name, each in vars(value).items():
+            if isinstance(each, torch.Tensor):
+                return (
+                    f"has {value.dtype} values and the tensor {name!r} as an attribute, which would not be published "
+                    "with them; make that one a parameter or a buffer of the module"
+                )
+    return None
+
+
 def extent(tensor: torch.Tensor) -> int:
     """Elements from the first to the last one in memory, gaps included."""
-    if tensor.is_contiguous():
-        return tensor.numel()
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,18 +1,24 @@
-"""Does a source fit an arena? Keys, shapes, dtypes, devices and ties are compared before anything is written."""
+"""Does a source fit an arena? Keys, shapes, dtypes, devices and ties are compared before anything is written.
+
+Ties: a module whose head.weight is its emb.weight needs the values of one of these names alone, as in a checkpoint that
+saves a shared tensor once. Where the two are not one tensor, a missing name is a missing weight, and is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence, Set
+from glob import escape
 from typing import Any
 
 import torch
 
 from ... import _native
 from ...memory.arena import Arena
+from ...memory.devices import has_address
 from ...memory.manifest import Key, Leaf, tie
 from ...memory.strides import same_order
-from .dtypes import curing_dtypes
-from .leaf_check import problem_with
+from .leaf_check import extent, problem_with
 from .wrappers import of_wrappers
 
 
@@ -120,19 +126,16 @@ def tied_apart(tensors: Mapping[Key, torch.Tensor], arena: Arena, source_is: str
 def dtype_cure(tensors: Mapping[Key, torch.Tensor], arena: Arena, problems: list[str]) -> str:
     """What to write where a module and an arena differ by the dtypes of floating leaves alone; else nothing."""
     floating = [leaf for leaf in arena.manifest.leaves if leaf.dtype.is_floating_point and leaf.key in tensors]
-    differing = [leaf for leaf in floating if tensors[leaf.key].dtype != leaf.dtype]
-    if not differing or len(differing) != len(problems):
-        return ""
     wanted = {leaf.name: tensors[leaf.key].dtype for leaf in floating}
-    if not all(dtype.is_floating_point for dtype in wanted.values()):
+    differing = sum(wanted[leaf.name] != leaf.dtype for leaf in floating)
+    if not differing or differing != len(problems) or not all(dtype.is_floating_point for dtype in wanted.values()):
         return ""
-    pairs = ", ".join(f'"{pattern}": {dtype}' for pattern, dtype in curing_dtypes(wanted).items())
-    here = {leaf.dtype for leaf in floating}
-    worker = f"module.to({here.pop()}) in the worker" if len(here) == 1 else "the module's dtypes in the worker"
+    usual = Counter(wanted.values()).most_common(1)[0][0]
+    patterns = {escape(name): dtype for name, dtype in wanted.items() if dtype != usual} | {"*": usual}
+    pairs = ", ".join(f'"{pattern}": {dtype}' for pattern, dtype in patterns.items())
     return (
-        f"\nThey differ by dtype alone. Cast in the trainer: Publisher(..., dtype={{{pairs}}}) or the scheme's "
-        f"dtype=, or change "
-        f"{worker}."
+        f"\nThey differ by dtype alone. Cast in the trainer: Publisher(..., dtype={{{pairs}}}) or the scheme's dtype=; "
+        "or give the worker's module the dtypes of the arena."
     )
 
 
@@ -143,3 +146,53 @@ def describe_problems(problems: list[str], arena: str, source: str) -> str:
         f"{len(problems)} difference(s) between {arena} and {source}; nothing was written. Make them agree, or "
         f"create a new arena:{lines}"
     )
+
+
+def second_names(tensors: Mapping[Key, Any], known: Container[Key]) -> dict[Key, Key]:
+    """For each of these keys that is not known: a known one under which there is the same tensor."""
+    unknown = [key for key in tensors if key not in known]
+    first: dict[Any, Key] = {}
+    for key, tensor in tensors.items() if unknown else ():
+        if key in known:
+            first.setdefault(identity(tensor), key)
+    return {key: found for key in unknown if (found := first.get(identity(tensors[key]))) is not None}
+
+
+def without(tensors: Mapping[Key, Any], names: Container[Key]) -> dict[Key, Any]:
+    """These tensors but for those of these names."""
+    return {key: tensor for key, tensor in tensors.items() if key not in names}
+
+
+def identity(tensor: Any) -> Any:
+    """Equal for tensors that are one: the same object, or the same memory seen in the same way."""
+    return (tie(tensor) if isinstance(tensor, torch.Tensor) else None) or id(tensor)
+
+
+def overlapping(tensors: Mapping[str, torch.Tensor], moving: Set[int]) -> list[tuple[str, str]]:
+    """Names of those that share memory with one of the `moving` (ids), but do not show all of it in the same way."""
+    # One of several that show the same memory in the same way stands for all: they would be compared pairwise.
+    shown: dict[object, tuple[int, int, str]] = {}
+    for name, each in tensors.items():
+        if has_address(each) and each.numel():
+            begin = each.data_ptr()
+            span = begin, begin + extent(each) * each.element_size(), name
+            shown.setdefault((tie(each), id(each) in moving), span)
+    found = []
+    reaching: list[tuple[int, str]] = []  # (end, name) of those that reach beyond where the next one begins
+    for begin, end, two in sorted(shown.values()):
+        reaching = [each for each in reaching if each[0] > begin]
+        found += [(one, two) for _, one in reaching if tie(tensors[one]) != tie(tensors[two])]
+        reaching.append((end, two))
+    return [pair for pair in found if any(id(tensors[name]) in moving for name in pair)]
+
+
+def shown_by_others(keep: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> bool:
+    """Are there more tensors over the slab of these places than those to keep? True if torch does not say."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None or not places:
+        return bool(places)
+    slab = places[0].untyped_storage()
+    lone = torch.empty(1)
+    own = count(lone.untyped_storage()._cdata) - 1  # of the storage object in Python
+    shown = {id(tensor) for tensor in keep if tensor.untyped_storage()._cdata == slab._cdata}
+    return bool(count(slab._cdata) > len(shown) + own)

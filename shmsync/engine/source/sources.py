@@ -221,17 +221,14 @@ def key_of(path: Key, manifest: Manifest | None, *, flat: bool) -> Key:
 
 def check_keys(tensors: Mapping[Key, Any]) -> None:
     """Raise ManifestMismatch for keys that no leaf can have, that form no tree, or that have the same dotted form."""
-    odd = [f"the key {shown(key)} {reason}" for key in tensors if (reason := problem_with_key(key))]
-    if odd:
-        raise ManifestMismatch("these weights cannot be published: " + "; ".join(odd))
+    problems = [f"the key {shown(key)} {reason}" for key in tensors if (reason := problem_with_key(key))]
+    inner = {key[:end] for key in tensors for end in range(1, len(key))} if not problems else set()
     names: dict[str, Key] = {}
-    inner: set[Key] = set()
     for key in tensors:
         name = ".".join(key)
-        if name in names:
-            raise ManifestMismatch(f"{names[name]} and {key} have the same dotted key {name!r}; rename one of them")
-        names[name] = key
-        inner.update(key[:end] for end in range(1, len(key)))
-    for key in tensors:
+        if (other := names.setdefault(name, key)) is not key:
+            problems.append(f"{other} and {key} have the same dotted key {name!r}; rename one of them")
         if key in inner:
-            raise ManifestMismatch(f"{'.'.join(key)!r} is both a tensor and the parent of other keys; rename it")
+            problems.append(f"{name!r} is both a tensor and the parent of other keys; rename it")
+    if problems:
+        raise ManifestMismatch("these weights cannot be published: " + "; ".join(problems))

@@ -8,7 +8,7 @@ by its type, since `module` may be a user's own name. The keys of a state_dict()
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
@@ -49,20 +49,18 @@ def walk(module: nn.Module) -> Iterator[Submodule]:
         check_depth(path)
         around: list[nn.Module] = []
         while isinstance(each, types):
+            name = next(name for kind, name in kinds.items() if isinstance(each, kind))
+            if not name:
+                raise ManifestMismatch(
+                    f"{'.'.join(path) or 'the module'} is a FullyShardedDataParallel, and its parameters are pieces of "
+                    "flat ones; nothing was changed. Pass the full weights: torch.distributed.checkpoint.state_dict."
+                    "get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)), which all ranks "
+                    "must call"
+                )
             around.append(each)
-            each = _inside(each, next(name for kind, name in kinds.items() if isinstance(each, kind)), path)
+            each = each._modules[name]  # type: ignore[assignment]
         yield Submodule(path, each, tuple(around))
         waiting += [((*path, name), child) for name, child in reversed(each._modules.items()) if child is not None]
-
-
-def _inside(wrapper: nn.Module, name: str, path: Key) -> nn.Module:
-    if not name:
-        raise ManifestMismatch(
-            f"{'.'.join(path) or 'the module'} is a FullyShardedDataParallel, and its parameters are pieces of "
-            "flat ones; nothing was changed. Pass the full weights: torch.distributed.checkpoint.state_dict."
-            "get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)), which all ranks must call"
-        )
-    return wrapper._modules[name]  # type: ignore[return-value]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -114,19 +112,3 @@ def of_wrappers(keys: Collection[Key]) -> set[Key]:
     """The keys of the counts that an AveragedModel has itself, which are no weights: beside them is its `module`."""
     counts = [key for key in keys if key[-1] == "n_averaged"]
     return {count for count in counts if any(key[: len(count)] == (*count[:-1], "module") for key in keys)}
-
-
-def state_of(module: nn.Module) -> dict[str, Any]:
-    """The module's state_dict(), under the keys that it has without wrappers."""
-    places = list(walk(module))  # before state_dict(), which is a collective of FSDP
-    state: dict[str, Any] = places[0].module.state_dict()
-    if not any(place.wrappers for place in places[1:]):
-        return state
-    keys = {tuple(name.split(".")): name for name in state}
-    known = [
-        (*place.path, *name.split("."))
-        for place in places
-        for name in (*place.module._parameters, *place.module._buffers, "_extra_state")
-    ]
-    spelled, own = respelled(keys, known), of_wrappers(keys)
-    return {".".join(spelled.get(key, key)): state[name] for key, name in keys.items() if key not in own}

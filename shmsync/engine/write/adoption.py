@@ -34,8 +34,16 @@ from ...memory.torch_modes import copy_into, plainly, run_plainly
 from ..bind.guard import Proxy
 from ..bind.module_check import refuse_max_norm
 from ..copy.copy_plan import CopyPlan, PlanCache
-from ..source.manifest_check import elsewhere, mismatches, same_layout, tied_apart, untied
-from ..source.overlaps import meeting, shown_by_others, span
+from ..source.manifest_check import (
+    elsewhere,
+    meeting,
+    mismatches,
+    same_layout,
+    shown_by_others,
+    span,
+    tied_apart,
+    untied,
+)
 from ..source.wrappers import modules_in
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None

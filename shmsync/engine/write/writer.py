@@ -37,10 +37,10 @@ from ...memory.manifest import Key, Manifest
 from ...memory.system.exiting import exiting, stay_if_exiting, watch_exit
 from ...memory.system.process import Peers, me, pid_of
 from ...memory.torch_modes import plainly, run_plainly
+from ..arena_device import place_for
 from ..by_value import copy_by_value
 from ..copy.copy_plan import CopyPlan, PlanCache
 from ..deadlines import Samples, deadline_after
-from ..source.arena_device import place_for
 from ..source.dtypes import Dtypes, cast_leaves, kept_leaves
 from ..source.leaf_check import problem_with
 from ..source.manifest_check import same_bytes

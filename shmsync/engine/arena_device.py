@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...errors import ManifestMismatch
-from ...memory import devices
-from ...memory.devices import Device
-from ...memory.manifest import Key
+from ..errors import ManifestMismatch
+from ..memory import devices
+from ..memory.devices import Device
+from ..memory.manifest import Key
 
 SAME = "same"  # where the weights are
 
