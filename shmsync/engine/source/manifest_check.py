@@ -169,7 +169,7 @@ def identity(tensor: Any) -> Any:
 
 
 def overlapping(tensors: Mapping[str, torch.Tensor], moving: Set[int]) -> list[tuple[str, str]]:
-    """Names of those that share memory with one of the `moving` (ids), but do not show all of it in the same way."""
+    """Names of those that share memory with one of the `moving` (ids), but for moving ones that are tied."""
     # One of several that show the same memory in the same way stands for all: they would be compared pairwise.
     shown: dict[object, tuple[int, int, str]] = {}
     for name, each in tensors.items():
@@ -181,9 +181,10 @@ def overlapping(tensors: Mapping[str, torch.Tensor], moving: Set[int]) -> list[t
     reaching: list[tuple[int, str]] = []  # (end, name) of those that reach beyond where the next one begins
     for begin, end, two in sorted(shown.values()):
         reaching = [each for each in reaching if each[0] > begin]
-        found += [(one, two) for _, one in reaching if tie(tensors[one]) != tie(tensors[two])]
+        found += [(one, two) for _, one in reaching]
         reaching.append((end, two))
-    return [pair for pair in found if any(id(tensors[name]) in moving for name in pair)]
+    moves = [(pair, [id(tensors[name]) in moving for name in pair]) for pair in found]
+    return [(a, b) for (a, b), m in moves if any(m) and not (all(m) and tie(tensors[a]) == tie(tensors[b]))]
 
 
 def shown_by_others(keep: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> bool:

@@ -58,7 +58,7 @@ def walk(module: nn.Module) -> Iterator[Submodule]:
                     "must call"
                 )
             around.append(each)
-            each = each._modules[name]  # type: ignore[assignment]
+            each = each._modules[name]
         yield Submodule(path, each, tuple(around))
         waiting += [((*path, name), child) for name, child in reversed(each._modules.items()) if child is not None]
 

@@ -26,9 +26,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ... import _native
 from ...errors import ManifestMismatch, ProtocolError
 from ...memory.arena import Arena, lies_in, mapped_ranges
-from ...memory.devices import assign, has_address
+from ...memory.devices import assign
 from ...memory.dynamo import skip
-from ...memory.manifest import Key, tie
+from ...memory.manifest import Key
 from ...memory.strides import layout_of
 from ...memory.torch_modes import copy_into, plainly, run_plainly
 from ..bind.guard import Proxy
@@ -36,11 +36,10 @@ from ..bind.module_check import refuse_max_norm
 from ..copy.copy_plan import CopyPlan, PlanCache
 from ..source.manifest_check import (
     elsewhere,
-    meeting,
     mismatches,
+    overlapping,
     same_layout,
     shown_by_others,
-    span,
     tied_apart,
     untied,
 )
@@ -115,15 +114,20 @@ class Adoption:
             if first.key in placed or other.key in placed
         ]
         problems += tied_apart(placed, arena, "module")
-        others = [(".".join(key), tensor) for key, tensor in tensors.items() if key not in placed]
+        named = {".".join(key): tensor for key, tensor in tensors.items()}
         if isinstance(source, nn.Module):
             refuse_max_norm(
                 source,
                 "but workers read adopted weights meanwhile. Build it without max_norm, and normalise the weight "
                 "inside update(); or publish() the module instead of adopting it",
             )
-            others += _all_tensors(source)
-        problems += _shared(placed, others)
+            known = {id(tensor) for tensor in tensors.values()}
+            named |= {name: tensor for name, tensor in _all_tensors(source) if id(tensor) not in known}
+        moving = {id(tensor) for tensor in placed.values()}
+        problems += [
+            f"{one} and {two} share memory, and would not after adopt(): give one of them private memory"
+            for one, two in overlapping(named, moving)
+        ]
         if problems:
             raise _misfit(self.name, problems)
         return placed
@@ -393,19 +397,6 @@ def _all_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
         for held in (child._parameters, child._buffers, vars(child))
         for name, value in held.items()
         if isinstance(value, torch.Tensor)
-    ]
-
-
-def _shared(placed: Mapping[Key, torch.Tensor], others: list[tuple[str, torch.Tensor]]) -> list[str]:
-    """Which of the parameters to place share memory with another tensor, but for those that are tied to each other."""
-    known = {id(tensor) for tensor in placed.values()}
-    tensors = [(".".join(key), tensor) for key, tensor in placed.items()]
-    tensors += {id(tensor): (name, tensor) for name, tensor in others if id(tensor) not in known}.values()
-    spans = [(*span(tensor), (name, tensor)) for name, tensor in tensors if has_address(tensor) and tensor.numel()]
-    return [
-        f"{one} and {two} share memory, and would not after adopt(): give one of them private memory"
-        for (one, a), (two, b) in meeting(sorted(spans, key=lambda each: each[:2]))
-        if (id(a) in known or id(b) in known) and not (id(a) in known and id(b) in known and tie(a) == tie(b))
     ]
 
 
