@@ -38,14 +38,17 @@ def digests_of(arena: Arena, slot: int) -> dict[str, str]:
 def digests_held(arena: Arena, slot: int, modules: Iterable[nn.Module]) -> dict[str, str]:
     """As digests_of(), but of the tensors that these modules hold now in the place of the leaves.
 
-    What only wrappers hold, such as the n_averaged of an AveragedModel, is that of the slot. Raises TypeError for what
-    is no module, ManifestMismatch for leaves that no module has, ValueError for one that two modules have differently.
+    What only wrappers hold, such as the n_averaged of an AveragedModel, is that of the slot, and so are buffers that no
+    state_dict() has: a bound module keeps its own. Raises TypeError for what is no module, ManifestMismatch for leaves
+    that no module has, ValueError for one that two modules have differently.
     """
     by_key = arena.manifest.by_key
     found: dict[str, str] = {}
     problems = []
     for module in modules:
         for leaf, tensor in _held(module, by_key):
+            if not leaf.saved:
+                continue
             problem = problem_with(tensor)
             if not problem and tuple(tensor.shape) != leaf.shape:
                 problem = f"has shape {tuple(tensor.shape)} instead of {leaf.shape}"
@@ -56,7 +59,8 @@ def digests_held(arena: Arena, slot: int, modules: Iterable[nn.Module]) -> dict[
             if found.setdefault(leaf.name, digest) != digest:
                 raise ValueError(f"these modules have different values of {leaf.name}; call digest() for each of them")
     views = arena.views(slot)
-    found = {by_key[key].name: _digest(views[key], by_key[key]) for key in of_wrappers(by_key)} | found
+    absent = of_wrappers(by_key) | {key for key, leaf in by_key.items() if not leaf.saved}
+    found = {by_key[key].name: _digest(views[key], by_key[key]) for key in absent} | found
     named = {problem.partition(" ")[0] for problem in problems}
     problems += [f"{leaf.name} is missing" for leaf in by_key.values() if leaf.name not in found.keys() | named]
     if problems:

@@ -208,8 +208,9 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         """Make the module's parameters views of the arena, which move with the version, and return the module.
 
         Its Parameter objects keep their identity. Its buffers are private copies, refreshed with each version, so that
-        forward passes may write them. With the next version a buffer that was replaced is put back, and a parameter
-        that was replaced is ManifestMismatch.
+        forward passes may write them. Buffers with persistent=False are its own: bind() fills those on the meta device,
+        and no version writes them. With the next version a buffer that was replaced is put back, and a parameter that
+        was replaced is ManifestMismatch.
 
         Args:
             prefix: the module's leaves are those below this dotted key, as in an arena of {"policy": module, ...}.

@@ -58,9 +58,10 @@ class Binding:
         self._tensors: dict[Key, torch.Tensor] = {}
         self._viewed: list[torch.Tensor] = []
         self.copied: list[tuple[Key, torch.Tensor]] = []
+        self._empty = list(fitting.empty.items())  # the first move fills them
         self.ended = False
         with plainly():
-            materialise(module, tensors.values(), path.arena.device)
+            materialise(module, (*tensors.values(), *fitting.empty.values()), path.arena.device)
             for old in replaced:
                 old.drop()
             self.take(tensors, placed_modules(module))
@@ -168,7 +169,7 @@ class Binding:
                 if self._arena.slots == 1:
                     self._dicts = _native.Sources(self._watched, [(tensor, 0, 0) for tensor in self._viewed])
                     self._placed = True
-        if self.copied:
+        if self.copied or self._empty:
             self._renew_copies(slot)
         torch.clear_autocast_cache()  # what was computed from the version before
         if (parametrize := sys.modules.get("torch.nn.utils.parametrize")) is not None:
@@ -180,8 +181,9 @@ class Binding:
         made = self._arena.views(slot)
         path = self.path()
         with nullcontext() if path is None else path.renewing_copies(), plainly():
-            for key, buffer in self.copied:
+            for key, buffer in (*self.copied, *self._empty):
                 assign(buffer, made[key])
+        self._empty.clear()
 
     def private_copies(self) -> list[torch.Tensor]:
         """The tensors that a move copies into."""

@@ -43,6 +43,8 @@ class ModuleCheck:
     copies: bool = False
     absent: Collection[Key] = ()
     prefix: Key = ()
+    # What tensors() has found: buffers in no state_dict(), on the meta device, by leaf.
+    empty: dict[Key, torch.Tensor] = field(default_factory=dict, init=False)
     # Keys of the module to leaves, which differ by `prefix` and by the names of wrappers.
     _spelled: dict[Key, Key] = field(default_factory=dict, init=False)
     # A leaf that has another name too, and the id of its tensor.
@@ -60,28 +62,35 @@ class ModuleCheck:
         return not self.copies and isinstance(tensor, nn.Parameter)
 
     def tensors(self, module: nn.Module) -> dict[Key, torch.Tensor]:
-        """The tensors that the arena has values for, by key. Raises ManifestMismatch when the module does not fit."""
+        """The tensors that move with the version, by key. Raises ManifestMismatch when the module does not fit.
+
+        Buffers that are in no state_dict() are the module's own. The first version fills those that are `empty`.
+        """
         refuse_max_norm(
             module,
             "but bound weights are read-only. Normalise in the trainer, build the worker's module without max_norm",
         )
-        by_key = self.arena.manifest.by_key
+        leaves = self.arena.manifest.by_key
         found = collect(module, EVERYTHING, watch=False).tensors
         whole = {key: (*self.prefix, *key) for key in found}
-        unsaved = {key for key in not_saved(module) if (*self.prefix, *key) not in by_key}
-        tensors = {whole[key]: tensor for key, tensor in found.items() if key not in unsaved}
-        others = respelled(tensors, by_key)
+        unsaved = {whole[key] for key in not_saved(module) if key in whole}
+        unsaved |= {key for key, leaf in leaves.items() if not leaf.saved}
+        saved, tensors = without(leaves, unsaved), without({whole[k]: tensor for k, tensor in found.items()}, unsaved)
+        others = respelled(tensors, saved)
         spelled = {key: others.get(each, each) for key, each in whole.items()}
         module_key = {leaf: key for key, leaf in spelled.items()}
         tensors = {others.get(key, key): tensor for key, tensor in tensors.items()}
-        second = second_names(tensors, by_key)
+        second = second_names(tensors, saved)
         for key, (leaf, known) in self._second.items():  # private copies of one tensor do not share memory any more
             if key in tensors and id(tensors[key]) == known:
                 second.setdefault(key, leaf)
         own = without(tensors, second)
         if self.arena.manifest.filtered:
-            own = {key: tensor for key, tensor in own.items() if key in by_key}
-        self.check(own)
+            own = {key: tensor for key, tensor in own.items() if key in saved}
+        self.empty = {
+            leaf: found[key] for key, leaf in spelled.items() if leaf in unsaved and leaf in leaves and found[key].is_meta
+        }
+        self.check(own | self.empty, unsaved)
         self._second = {key: (leaf, id(tensors[key])) for key, leaf in second.items()}
         self._spelled = spelled
         return {module_key[key]: tensor for key, tensor in (own | {key: tensors[key] for key in second}).items()}
@@ -91,13 +100,16 @@ class ModuleCheck:
         leaf = self._spelled[key]
         return self._second[leaf][0] if leaf in self._second else leaf
 
-    def check(self, tensors: Mapping[Key, torch.Tensor]) -> None:
-        """Raise ManifestMismatch when these tensors cannot show what the arena has under their keys."""
+    def check(self, tensors: Mapping[Key, torch.Tensor], unsaved: Collection[Key] = ()) -> None:
+        """Raise ManifestMismatch when these tensors cannot show what the arena has under their keys.
+
+        `unsaved`: keys that need no tensor.
+        """
         arena = self.arena
         meta = {key: t for key, t in tensors.items() if t.device.type == "meta" and not is_wrapper(t)}
         proxies = {key: torch.empty_like(t, device="cpu") for key, t in meta.items()}
-        others = {key: arena.views(0)[key] for key in self.beside if key not in tensors}
-        given = {**tensors, **proxies, **others}
+        others = {key: view for key, view in arena.views(0).items() if key in self.beside or key in unsaved}
+        given = {**others, **tensors, **proxies}
         problems = mismatches(given, arena, partial=False, any_device=True, source_is="module")
         if not self.copies:
             problems += [f"{each}; move it there, or use bind_copies()" for each in elsewhere(tensors, arena)]

@@ -260,7 +260,6 @@ class ReadPath(WaitPath):
 
     _refresh_slow = disable(_refresh_now)
 
-
     @disable
     def _look_for_successor(self) -> None:
         """At the entry of a section now and then: move on if the publisher was started again."""

@@ -43,6 +43,39 @@ def test_buffers_are_private_and_refreshed_with_each_version(bound):
     assert sub.weights["running_mean"].data_ptr() != worker.running_mean.data_ptr()
 
 
+class Decoder(nn.Linear):
+    """Counts its calls in a buffer that state_dict() lacks."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.register_buffer("position", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        self.position += 1
+        return super().forward(x) + self.position
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("slots", [1, 3])
+@torch.no_grad()
+def test_buffers_that_state_dict_lacks_travel_once_and_fill_only_meta_tensors(both, slots, device):
+    trainer = Decoder()
+    trainer.position.fill_(7)
+    with torch.device(device):
+        worker = Decoder()
+    pub, sub = both(trainer, slots=slots)
+    sub.bind(worker)
+    first = 7 if device == "meta" else 0
+    for version in range(2, 5):
+        worker(torch.ones(2))
+        trainer.position.fill_(100)
+        step(trainer)
+        pub.publish()
+        assert sub.refresh()
+        assert worker.position == first + version - 1
+    assert torch.equal(worker.weight, trainer.weight)
+
+
 def test_gradients_are_warned_about_once_and_right_inside_one_section(bound):
     _, worker, _, sub = bound(lambda: nn.Linear(4, 2))
     with pytest.warns(UserWarning, match="backward"):
