@@ -61,6 +61,7 @@ class Binding:
         self._empty = list(fitting.empty.items())  # the first move fills them
         self.ended = False
         with plainly():
+            fitting.refuse_views(module, tensors)
             materialise(module, (*tensors.values(), *fitting.empty.values()), path.arena.device)
             for old in replaced:
                 old.drop()

@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ...errors import ManifestMismatch, ProtocolError
 from ...memory.arena import Arena
@@ -18,6 +19,7 @@ from ..source.manifest_check import (
     dtype_cure,
     elsewhere,
     mismatches,
+    overlapping,
     second_names,
     tied_apart,
     without,
@@ -72,6 +74,9 @@ class ModuleCheck:
         )
         leaves = self.arena.manifest.by_key
         found = collect(module, EVERYTHING, watch=False).tensors
+        lazy = [".".join(key) for key, each in found.items() if is_lazy(each)]
+        if lazy:
+            raise ProtocolError(f"{lazy[0]} is not initialised yet, in a lazy module; run it once before binding it")
         whole = {key: (*self.prefix, *key) for key in found}
         unsaved = {whole[key] for key in not_saved(module) if key in whole}
         unsaved |= {key for key, leaf in leaves.items() if not leaf.saved}
@@ -87,13 +92,25 @@ class ModuleCheck:
         own = without(tensors, second)
         if self.arena.manifest.filtered:
             own = {key: tensor for key, tensor in own.items() if key in saved}
-        self.empty = {
-            leaf: found[key] for key, leaf in spelled.items() if leaf in unsaved and leaf in leaves and found[key].is_meta
-        }
+        empty = {leaf: found[key] for key, leaf in spelled.items() if leaf in unsaved and leaf in leaves}
+        self.empty = {leaf: tensor for leaf, tensor in empty.items() if tensor.is_meta}
         self.check(own | self.empty, unsaved)
         self._second = {key: (leaf, id(tensors[key])) for key, leaf in second.items()}
         self._spelled = spelled
         return {module_key[key]: tensor for key, tensor in (own | {key: tensors[key] for key in second}).items()}
+
+    def refuse_views(self, module: nn.Module, moved: Mapping[Key, torch.Tensor]) -> None:
+        """Raise ManifestMismatch for a tensor of the module that shares memory with one that moves away from it."""
+        moving = {id(tensor) for tensor in moved.values()}
+        found = {".".join(key): each for key, each in collect(module, EVERYTHING, watch=False).tensors.items()}
+        for one, two in overlapping(found, moving):
+            if (id(found[one]) in moving) != (id(found[two]) in moving):
+                view, parameter = (two, one) if id(found[one]) in moving else (one, two)
+                raise ManifestMismatch(
+                    f"{view} is a view of {parameter}, which moves with each version, while the "
+                    "view would keep old values; nothing was changed. Take the view in forward(), or register the "
+                    "buffer with persistent=True, which publishes it"
+                )
 
     def leaf_of(self, key: Key) -> Key:
         """The leaf that a tensor of the module shows: that of its own key, or of the tensor which it is tied to."""

@@ -35,6 +35,37 @@ def test_modules_that_write_their_weights_are_refused(publisher, subscriber):
         sub.bind(nn.Embedding(3, 2, max_norm=1.0))
 
 
+class Viewing(nn.Linear):
+    """A buffer is a view of a parameter."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.register_buffer("transposed", self.weight.detach().t(), persistent=False)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("published", [lambda trainer: trainer, nn.Module.state_dict], ids=["module", "state_dict"])
+def test_a_buffer_that_is_a_view_of_a_parameter_is_refused(publisher, subscriber, published, device):
+    sub = subscriber(publisher(published(Viewing())))
+    with torch.device(device):
+        worker = Viewing()
+    places = [each.data_ptr() for each in worker.parameters()]
+    with pytest.raises(shmsync.ManifestMismatch, match=r"transposed is a view of weight,.* persistent=True"):
+        sub.bind(worker)
+    assert [each.data_ptr() for each in worker.parameters()] == places
+    assert worker.weight.device.type == device
+
+
+def test_a_lazy_module_is_refused_until_it_has_run(publisher, subscriber):
+    sub = subscriber(publisher(nn.Linear(3, 2)))
+    worker = nn.LazyLinear(2)
+    with pytest.raises(shmsync.ProtocolError, match="weight is not initialised yet.*run it once before binding it"):
+        sub.bind(worker)
+    worker(torch.ones(1, 3))
+    sub.bind(worker)
+    assert torch.equal(worker.weight, sub.weights["weight"])
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("guard", [True, False])
 def test_a_binding_outlives_the_container_that_was_passed(both, guard):
