@@ -48,8 +48,9 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         follow: if the publisher was closed or died, and another one publishes the same leaves under the same name, move
             to its arena: at the next section (noticed within 50 ms), refresh() or wait_version(). Versions start from 1
             again there, and `session` is another one. An arena with other leaves is ManifestMismatch in refresh() and
-            wait_version(); sections warn, and keep reading the old weights. By name, the arena of a publisher that died
-            before is passed over: the next one is waited for.
+            wait_version(); sections warn, and keep reading the old weights. By name, the arena of a publisher that has
+            died or is just closing is passed over: the next one is waited for. Weights that a death has left half
+            written are never shown: a section waits for the next publisher, until its deadline.
 
     Raises:
         ArenaNotFound: no arena of this name after `timeout` seconds, or the arena of the handle has ended.

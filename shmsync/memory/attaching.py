@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from .. import _native
-from ..errors import ReaderTableFull
+from ..errors import ArenaNotFound, ReaderTableFull, WriterDied
 from .arena import Arena
 from .control import segment
 from .devices import OnDevice, of_kind
@@ -17,6 +17,7 @@ from .system.calls import refusals
 from .system.exiting import exiting, watch_exit
 from .system.process import Peers, me
 
+_BETWEEN_LOOKS = 0.005  # seconds, while a publisher is started again
 _LAST_READS = 50_000_000  # ns; close() has waited longer, this is for what was never closed
 _unfinished: list[Arena] = []
 
@@ -41,32 +42,46 @@ def attach(
 ) -> Attached:
     """Check and map an arena, and take a row of its reader table. See segment.attach().
 
+    `pass_over_dead`: wait for the next arena of this name where a publisher has died, or closes its arena just now.
+
     Raises ArenaNotFound, ArenaCorrupt, WriterDied, ReaderTableFull, NoSpace.
     """
     watch_exit()
+    deadline = time.monotonic() + timeout
     with refusals(f"attaching to arena {name!r}"):
-        control, header = segment.attach(name, session, time.monotonic() + timeout, pass_over_dead=pass_over_dead)
-        manifest = checked_manifest(name, control.manifest(), header)
-        size = slab.slab_bytes(header.slots, header.slot_bytes)
-        device = of_kind(header.slab_kind, name, header.slab_handle)
-        owner = me().owner
-        index = -1 if worker is None else worker
-        if device is None:
-            memory = slab.attach(header.owner, header.slab_fd, header.slab_inode, size, header.session, name)
+        while True:
+            control, header = segment.attach(name, session, deadline, pass_over_dead=pass_over_dead)
+            try:
+                return _mapped(name, control, header, worker, peers)
+            except (ArenaNotFound, WriterDied):
+                if not pass_over_dead or time.monotonic() >= deadline:
+                    raise
+            time.sleep(_BETWEEN_LOOKS)
+
+
+def _mapped(name: str, control: _native.Control, header: _native.Header, worker: int | None, peers: Peers) -> Attached:
+    """Map the slab that a segment leads to, and take a row."""
+    manifest = checked_manifest(name, control.manifest(), header)
+    size = slab.slab_bytes(header.slots, header.slot_bytes)
+    device = of_kind(header.slab_kind, name, header.slab_handle)
+    owner = me().owner
+    index = -1 if worker is None else worker
+    if device is None:
+        memory = slab.attach(header.owner, header.slab_fd, header.slab_inode, size, header.session, name)
+        row = _claim(control, peers, owner, index, name)
+        on_device = None
+    else:
+        with ExitStack() as undo:
+            storage = device.open(header.slab_handle, size)
+            undo.callback(device.free, storage)
             row = _claim(control, peers, owner, index, name)
-            on_device = None
-        else:
-            with ExitStack() as undo:
-                storage = device.open(header.slab_handle, size)
-                undo.callback(device.free, storage)
-                row = _claim(control, peers, owner, index, name)
-                undo.callback(control.reap, row, owner, owner)
-                on_device = OnDevice(device, storage, _native.DeviceReads(control, row, owner))
-                undo.pop_all()
-            memory = slab.Slab(storage, None, -1, 0)
-        peers.keep_only({header.owner})  # the pidfds of other readers served _claim() only
-        arena = Arena(control, memory, manifest, header.slots, header.session, on_device)
-        return Attached(arena, header.owner, row, owner)
+            undo.callback(control.reap, row, owner, owner)
+            on_device = OnDevice(device, storage, _native.DeviceReads(control, row, owner))
+            undo.pop_all()
+        memory = slab.Slab(storage, None, -1, 0)
+    peers.keep_only({header.owner})  # the pidfds of other readers served _claim() only
+    arena = Arena(control, memory, manifest, header.slots, header.session, on_device)
+    return Attached(arena, header.owner, row, owner)
 
 
 def _claim(control: _native.Control, peers: Peers, owner: int, worker: int, name: str) -> int:

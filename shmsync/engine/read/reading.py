@@ -172,8 +172,9 @@ class ReadPath(WaitPath):
         if self._move_to_successor():
             return self.try_enter(pinned)
         late = time.monotonic() >= deadline
+        hopeless = late or self._successor is None  # else the publisher may be started again
         if outcome == Enter.POISONED:
-            if late or self.gone:
+            if late or (hopeless and self.gone):
                 raise Poisoned(
                     f"the publisher of arena {self.name!r} failed in the middle of version {self.latest + 1}; it has "
                     "to publish() all weights again",
@@ -181,13 +182,14 @@ class ReadPath(WaitPath):
                 )
         elif not self._peers.alive(self._writer_owner):  # death first: then the state is final
             outcome = self.enter_after_death()
-            if outcome == Enter.POISONED:
+            if outcome != Enter.POISONED:
+                return outcome
+            if hopeless:
                 raise Poisoned(
                     f"the publisher of arena {self.name!r} (pid {pid_of(self._writer_owner)}) died in the middle of "
                     f"version {self.latest + 1}, so the weights are half written; restart it",
                     version=self.latest + 1,
                 )
-            return outcome
         elif late:
             raise WriterBusy(
                 f"the publisher of arena {self.name!r} kept readers out until the deadline; make its update() "

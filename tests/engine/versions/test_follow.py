@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import shmsync
+from shmsync.memory.slab import slab
 from support.calls import Call
 from support.jobs.engine import begin_update, close_publisher, create_and_stall, open_arena, publish, read
 from support.jobs.restarts import open_net, open_other_layout
@@ -93,11 +94,27 @@ def test_a_trainer_killed_in_the_middle_of_a_write(open_trainer, name, follower)
     sub = follower(name)
     trainer.call(begin_update, 5)
     trainer.kill()
-    with pytest.raises(shmsync.Poisoned), sub.read():
+    with pytest.raises(shmsync.Poisoned, match="died in the middle of version 5"), sub.read(timeout=0.1):
         pass
-    trainer = open_trainer(2)
-    assert read(sub) == (2, 2, 2)
+    reading = Call(read, sub)  # waits for the next trainer
+    until_waits(reading, "_enter_slowly")
+    open_trainer(2)
+    assert reading.result() == (2, 2, 2)
     assert sub.refresh() is False
+
+
+def test_an_attach_by_name_passes_over_an_arena_that_is_just_closed(open_trainer, name, follower, monkeypatch):
+    trainer, attach = open_trainer(1), slab.attach
+
+    def attach_late(*place):
+        """The trainer is started again between the two steps of an attach."""
+        monkeypatch.undo()
+        trainer.call(close_publisher)
+        open_trainer(2)
+        return attach(*place)
+
+    monkeypatch.setattr(slab, "attach", attach_late)
+    assert read(follower(name)) == (2, 2, 2)
 
 
 def test_wait_version_waits_for_a_trainer_that_comes_back(open_trainer, name, follower):
