@@ -237,6 +237,18 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         check = ModuleCheck(reader.arena, self.name, prefix=tuple(prefix.split(".")) if prefix else ())
         return bind(reader, module, guard, check, clones=clone_outputs)
 
+    def on_version(self, fn: Callable[[int], object]) -> None:
+        """Call fn(version) once for each version that this process applies from now on.
+
+        The version of the attach counts if this thread has not used it yet. The call is made in the first section of
+        the version, before anything uses it, by whichever thread enters that section, or in refresh(). In it `weights`,
+        bound modules, run(), snapshot(), state_dict() and digest() have that version; read() raises ProtocolError. The
+        version is acked when all functions have returned. With "optimistic" this one section is pinned.
+
+        What fn raises, the call that entered the section raises. The version counts as applied then.
+        """
+        self._reader.on_version(fn)
+
     @overload
     def run(self, fn: Callable[..., T], /, *args: Any, with_version: Literal[False] = ..., **kwargs: Any) -> T: ...
     @overload

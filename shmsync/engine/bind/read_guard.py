@@ -44,6 +44,8 @@ class Cover(_native.Cover):
         self._clones = clones
         plain = path is None or not path.optimistic  # no call is ever repeated, so all of it can be native
         self.set_reader(path, plain, clones)
+        if path is not None:
+            path.covers.add(self)
 
     # What the native half calls. Dynamo skips these frames, and compiles the module's own below them.
 

@@ -6,10 +6,11 @@ else.
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -81,6 +82,8 @@ class ReadPath(WaitPath):
     @skip
     def _computed(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[T, int]:
         """The result, and the version that it was computed with."""
+        if self._teller is not None and self._teller == threading.get_ident():  # in a function of on_version()
+            return fn(*args, **kwargs), self.held_version
         if not self.optimistic or self.in_section:
             with self.read() as section:
                 return fn(*args, **kwargs), section.version
@@ -106,6 +109,34 @@ class ReadPath(WaitPath):
                 self.forget_applied()  # so that entering takes the slow path, which knows about Pinned
             with self.read(timeout=Pinned(self.timeout)) as section:
                 return fn(*args, **kwargs), section.version
+
+    def on_version(self, fn: Callable[[int], object]) -> None:
+        """As Subscriber.on_version()."""
+        self.check_open()
+        with self.hold_lock():
+            self._told[fn] = None
+            if not self.has_used_version:
+                self.forget_applied()  # attaching has applied it, and its first section is still to come
+
+    def _tell(self) -> None:
+        """Call the functions of on_version(): each of them, though another one raises."""
+        at = self.session, self.held_version
+
+        def call_all() -> None:
+            with ExitStack() as calls:
+                for fn in [fn for fn, told in reversed(self._told.items()) if told != at]:
+                    self._told[fn] = at
+                    calls.callback(fn, self.held_version)
+
+        inner: Callable[..., Any] = call_all
+        args: tuple[Any, ...] = ()
+        for cover in [cover for cover in self.covers if cover.path is self]:  # bound modules can be called in there
+            inner, args = cover.run_inside, (inner, args, {})
+        self._teller = threading.get_ident()
+        try:
+            inner(*args)
+        finally:
+            self._teller = None
 
     def close(self) -> None:
         """As Subscriber.close()."""
@@ -133,7 +164,7 @@ class ReadPath(WaitPath):
         """Enter a section, or raise; waits while the gate is closed."""
         started = time.perf_counter()
         deadline = deadline_after(timeout, self.timeout)
-        pinned = isinstance(timeout, Pinned)
+        pinned = isinstance(timeout, Pinned) or bool(self._told)  # what on_version() calls sees no torn weights
         if version is not None:
             version = check_version(version)
             self._wait_for(version, deadline, entering=True)
@@ -217,10 +248,14 @@ class ReadPath(WaitPath):
             self.followers.remove(follower)  # its module is gone
         self._slot = slot
         self._moves += 1
-        self.ack_held()
-        if self._shown is not self.arena:
-            self._shown = self.arena
-            self._release.keep_last()
+        earlier, self._shown = self._shown, self.arena
+        try:
+            if self._told:
+                self._tell()
+        finally:
+            self.ack_held()
+            if self._shown is not earlier:
+                self._release.keep_last()
 
     def _release_after(self, stream: object) -> None:
         self.streams.add(stream, self.arena)
@@ -250,7 +285,7 @@ class ReadPath(WaitPath):
         if self._successor is not None:
             self._move_to_successor()
         before = self._moves
-        outcome = self.try_enter(False)
+        outcome = self.try_enter(bool(self._told))
         if outcome == Enter.MOVED:
             self._move()
         elif outcome != Enter.SAME:

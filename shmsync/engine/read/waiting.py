@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import util
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -72,12 +72,16 @@ class WaitPath(_native.Reader):
         self.set_slab(begin, end)
         self.arena = attached.arena
         self.followers: list[Follower] = []
+        self.covers: weakref.WeakSet[Any] = weakref.WeakSet()  # of bound modules
         self.streams = SectionStreams()
         self.optimistic = consistency is Consistency.OPTIMISTIC
         self.timeout = timeout  # default of waits, in seconds
         self._shown = attached.arena  # the arena of `weights`: until a successor's are applied, the old one's
         self._slot = 0
         self._moves = 0
+        # The functions of on_version(), and the session and the version that each was called for.
+        self._told: dict[Callable[[int], object], tuple[bytes, int] | None] = {}
+        self._teller: int | None = None  # the thread that calls them now
         self._waits = Samples()
         self._writer_owner = attached.writer
         self._release = release

@@ -9,7 +9,17 @@ import torch
 
 import shmsync
 from support.calls import Call
-from support.jobs.engine import attach, close_publisher, collect_versions, publish
+from support.jobs.engine import (
+    attach,
+    call_module,
+    close_publisher,
+    collect_versions,
+    count,
+    open_counting,
+    publish,
+    refresh,
+    tell_versions,
+)
 from support.processes import until_waits
 from support.weights import stamped
 
@@ -108,3 +118,25 @@ def test_a_handle_whose_arena_is_gone_is_refused_at_once(name):
         handle = pub.handle
     with pytest.raises(shmsync.ArenaNotFound, match="any more"):
         shmsync.Subscriber(handle, timeout=for_ever)
+
+
+@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_function_is_called_once_for_each_version_before_its_first_use(start, name, slots, consistency):
+    trainer, worker = start(), start()
+    handle = trainer.call(open_counting, slots=slots, name=name)
+    worker.call(attach, handle, consistency=consistency)
+    worker.call(tell_versions, fails=2)
+    told = [(1, 1, 1, 1)]
+    for _ in range(2):
+        assert worker.call(call_module) == (1, told)
+    trainer.call(count)
+    with pytest.raises(OSError, match="version 2 has no place"):
+        worker.call(call_module)
+    told.append((2, 2, 2, 2))
+    assert worker.call(call_module) == (2, told)  # it counts as applied
+    for version in (3, 4):
+        trainer.call(count)
+        told.append((version,) * 4)
+        assert worker.call(refresh)
+        assert worker.call(call_module) == (version, told)

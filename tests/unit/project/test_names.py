@@ -26,6 +26,7 @@ FIXED = {  # parameters of calls
     "Workers": "pub work n args start_method threads restart timeout",
     "Subscriber": "consistency worker timeout follow",
     "Subscriber.bind": "module prefix guard clone_outputs",
+    "Subscriber.on_version": "fn",
     "Subscriber.read": "version timeout",
     "Subscriber.run": "fn args with_version kwargs",
     "Subscriber.versions": "timeout",
