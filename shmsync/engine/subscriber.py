@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
+from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -87,6 +91,8 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
             reader.close()
             raise
         reader.forget_used_version()  # this thread may leave the weights to others, and look on
+        if "tensordict" not in sys.modules:
+            vars(self)["read"] = partial(_first_read, weakref.ref(self))  # in the place of the native method
 
     @property
     def name(self) -> str:
@@ -269,6 +275,8 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
             ProtocolError: the result is a generator or a coroutine, or holds one.
             ShmSyncError: as in read().
         """
+        if "read" in vars(self):
+            self._import_tensordict()
         result, version = self._reader.run(fn, args, kwargs)
         return (result, version) if with_version else result
 
@@ -315,6 +323,16 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
 
         return reader.run_as_is(taken)
 
+    def _import_tensordict(self) -> None:
+        """Before the first section, where no module is bound: it is for the weights, whose import takes over 1 s.
+
+        Inside the section a publisher with one slot would wait for that. A worker with a bound module may never use
+        TensorDicts, which take 130 MB.
+        """
+        vars(self).pop("read", None)
+        if not self._reader.followers:
+            import_module("tensordict")
+
     def _copied(self) -> tuple[dict[Key, torch.Tensor], int]:
         """The leaves of one version in new memory, and that version."""
         reader = self._reader
@@ -360,6 +378,14 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
 
     def __reduce__(self) -> Any:
         raise TypeError("a Subscriber cannot be pickled; pass the Publisher's handle and attach in the other process")
+
+
+def _first_read(subscriber: weakref.ref[Subscriber], **options: Any) -> _native.ReadSection:
+    """Subscriber.read(), the first time."""
+    sub = subscriber()
+    assert sub is not None, "it is being called"
+    sub._import_tensordict()
+    return sub.read(**options)
 
 
 skip(Subscriber.run)  # Dynamo compiles what it calls, not this frame

@@ -92,6 +92,24 @@ def test_workers_that_call_their_module_and_their_trainer_import_no_tensordict(t
     assert done.returncode == 0, done.stderr
 
 
+READER = """
+import sys, torch
+from shmsync import Publisher, Subscriber
+
+with Publisher({"w": torch.ones(3)}) as pub, Subscriber(pub.handle) as sub, Subscriber(pub.handle) as other:
+    assert "tensordict" not in sys.modules
+    with sub.read() as section:
+        assert "tensordict" in sys.modules and section.weights["w"].sum() == 3
+    with other.read(version=1) as section:
+        assert section.weights["w"].sum() == 3
+"""
+
+
+def test_a_section_without_a_module_imports_tensordict_before_it_pins():
+    done = subprocess.run([sys.executable, "-c", READER], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_missing_package_is_one_line_that_names_its_extra():
     program = "import sys; sys.modules['rich'] = None; from shmsync import cli; sys.exit(cli.main(['top']))"
     ours, theirs = pty.openpty()

@@ -27,7 +27,8 @@ def private(out: Any, aliases: Test, given: tuple[Any, ...] = ()) -> Any:
     """`out` with a clone in place of each tensor in it that lies in the arena; itself if there is none.
 
     It looks into tuples, lists, dicts, dataclasses, TensorDicts and distributions. Each that holds such a tensor is
-    copied, since it may be the module's own; a TensorDict that was among the arguments (`given`) is written into.
+    copied, since it may be the module's own. A TensorDict that was among the arguments (`given`) is written into,
+    unless it is locked, as the weights of a section are.
 
     Raises ProtocolError for a generator or a coroutine, which would run outside of the section.
     """
@@ -93,7 +94,7 @@ def _levels(out: TensorDictBase, aliases: Test, given: tuple[Any, ...]) -> Tenso
     lying = [(key, leaf) for key, leaf in out.items(True, True) if isinstance(leaf, torch.Tensor) and aliases(leaf)]
     if not lying:
         return out
-    made = out if any(out is each for each in given) else out.copy()
+    made = out if any(out is each for each in given) and not out.is_locked else out.copy()  # locked: the weights
     for key, leaf in lying:
         made.set(key, leaf.clone())
     return made

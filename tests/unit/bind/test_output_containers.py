@@ -127,12 +127,21 @@ def test_what_leaves_a_section_does_not_change(holder, leaf, way, slots, bound):
     assert seen(look(found)) == before
 
 
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda sub: sub.run(lambda: sub.weights),
+        lambda sub: sub.run(lambda: [sub.weights])[0],
+        lambda sub: sub.run(lambda weights: weights, sub.weights),
+    ],
+    ids=["weights", "in a list", "an argument"],
+)
 @torch.no_grad()
-def test_run_returns_private_weights(both):
+def test_run_returns_private_weights(both, run):
     trainer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     pub, sub = both(trainer)
     before = trainer[1].weight.tolist()
-    kept = sub.run(lambda: sub.weights)
+    kept = run(sub)
     trainer[1].weight.add_(1.0)
     pub.publish()
     sub.refresh()
