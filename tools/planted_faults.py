@@ -71,7 +71,7 @@ FAULTS = [
           "engine/faults/test_failed_updates.py"),
     Fault("shmsync/engine/read/successor.py", "if manifest != current.manifest:", "if False:",
           "engine/versions/test_follow.py"),
-    Fault("shmsync/engine/bind/read_guard.py", "self._clones = clones", "self._clones = False",
+    Fault("shmsync/engine/bind/guard.py", "self._clones = clones", "self._clones = False",
           "unit/bind/test_output_containers.py"),
     Fault("shmsync/engine/bind/binding.py", "if path is not None and path not in readers:", "if False:",
           "unit/bind/test_bind_again.py"),

@@ -1,9 +1,9 @@
-"""bind(), and the guards and other proxies of a bound module's methods."""
+"""bind(): a module's tensors and its guards, together or not at all."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
@@ -11,10 +11,9 @@ from ..by_identity import ByIdentity
 from ..read.reading import ReadPath
 from ..source.wrappers import modules_in
 from .binding import Binding, taken_over
-from .guard import CALL, Guard, Proxy
+from .guard import CALL, Compiling, Cover, Guard, Hidden
 from .guarded_methods import GuardedCall, GuardNames, calls_of
 from .module_check import ModuleCheck, bindable
-from .read_guard import Cover
 from .replaced_methods import replace_methods
 
 M = TypeVar("M", bound=nn.Module)
@@ -112,31 +111,3 @@ def _remove(cover: Cover) -> None:
             standing = guard.module.__dict__.get(name)
             if isinstance(standing, (Hidden, Compiling)):
                 standing.remove()
-
-
-class Hidden(Proxy):
-    """Replaces `_call_impl`, unused: Dynamo, where it finds the original, goes past a module's guard."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own."""
-        return self.inner(*args, **kwargs)
-
-
-class Compiling(Proxy):
-    """Replaces `compile()`, which puts compiled code in the guard's place: the guard goes around that code."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compile the module in place."""
-        attributes = self.module.__dict__
-        names = (CALL, "_call_impl")
-        standing = {name: attributes[name] for name in names if isinstance(attributes.get(name), Proxy)}
-        for each in standing.values():
-            each.remove()
-        try:
-            self.inner(*args, **kwargs)
-        finally:
-            for name, each in standing.items():
-                if isinstance(each, Guard):
-                    each.cover.guards.add(Guard(self.module, name, each.cover))
-                else:
-                    Hidden(self.module, name)

@@ -10,9 +10,8 @@ from torch import nn
 
 from .... import _native
 from ....engine.bind.binding import Binding
-from ....engine.bind.guard import CALL, Guard, Proxy
+from ....engine.bind.guard import CALL, Cover, Guard, Proxy
 from ....engine.bind.guarded_methods import GuardedCall, calls_of
-from ....engine.bind.read_guard import Cover
 from ....engine.read.reading import ReadPath
 from ....errors import ProtocolError, ShmSyncError
 from .clock import VersionClock
