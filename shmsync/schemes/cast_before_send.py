@@ -6,6 +6,7 @@ Leaves that a Publisher casts are not cast here, but while they are copied into 
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Mapping
+from glob import escape
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ..engine.source.dtypes import Dtypes, cast_leaves, kept_leaves, matching_pa
 from ..engine.source.leaf_check import problem_with
 from ..engine.source.sources import EVERYTHING, collect
 from ..memory.arena import nested
-from ..memory.manifest import Key, tie
+from ..memory.manifest import Key, Manifest, tie
 from ..memory.torch_modes import run_plainly
 from . import extra_state
 
@@ -75,6 +76,11 @@ def _rebuilt(weights: Mapping[str, Any], prefix: str, cast: Mapping[str, Any]) -
         inner = isinstance(value, Mapping) and not is_extra
         made[key] = _rebuilt(value, f"{name}.", cast) if inner else cast.get(name, value)
     return made
+
+
+def dtypes_of(manifest: Manifest) -> Dtypes:
+    """The dtype= that casts the leaves which this arena casts, and to the same."""
+    return {escape(leaf.name): leaf.dtype for leaf in manifest.leaves if leaf.cast} or None
 
 
 def matching_dtypes(tensors: Mapping[Key, torch.Tensor], dtype: Dtypes) -> Dtypes:

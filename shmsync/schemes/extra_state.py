@@ -17,7 +17,7 @@ from torch import nn
 
 from .. import _native
 from ..engine.source.sources import EVERYTHING, collect
-from ..engine.source.wrappers import submodules
+from ..engine.source.wrappers import walk
 from ..memory.manifest import Key
 from ..memory.torch_modes import run_plainly
 from .pickling import dumps
@@ -88,6 +88,11 @@ def unpacked(weights: TensorDictBase) -> Any:
 def by_key(states: States) -> dict[str, Any]:
     """Extra states under the keys that a state_dict has for them."""
     return {f"{path}.{STATE_DICT_KEY}" if path else STATE_DICT_KEY: state for path, state in states.items()}
+
+
+def submodules(module: nn.Module) -> dict[Key, nn.Module]:
+    """The module and all in it by path, without the wrappers."""
+    return {place.path: place.module for place in walk(module)}
 
 
 def set_states(module: nn.Module, leaf: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from ..engine.source.dtypes import Dtypes, check_dtypes, kept_leaves
 from ..engine.source.leaf_check import problem_with
 from ..engine.source.manifest_check import same_bytes, without
 from ..engine.source.sources import EVERYTHING, check_keys, collect, not_saved
-from ..engine.source.wrappers import of_wrappers, respelled, submodules, walk
+from ..engine.source.wrappers import of_wrappers, respelled, walk
 from ..errors import ManifestMismatch
 from ..memory.arena import lies_in, nested, readonly_ranges
 from ..memory.devices import assign
@@ -159,7 +159,7 @@ class WeightStrategy:
         modules: dict[Key, nn.Module] = {}
         if isinstance(destination, nn.Module):
             optional = not_saved(destination)
-            modules = submodules(destination)
+            modules = extra_state.submodules(destination)
             given = without(given, of_wrappers(given).difference(targets))
             spelled = respelled(given, targets)
             given = {spelled.get(key, key): value for key, value in given.items()}

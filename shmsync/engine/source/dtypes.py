@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from fnmatch import fnmatchcase
-from glob import escape
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from ...errors import ManifestMismatch
-from ...memory.manifest import Key, Manifest, tie
+from ...memory.manifest import Key, tie
 
 Dtypes: TypeAlias = torch.dtype | Mapping[str, torch.dtype] | None
 
@@ -49,11 +48,6 @@ def kept_leaves(source: Any, tensors: Mapping[Key, Any]) -> set[Key]:
     return {
         key for key in others if not (cast and isinstance(tensors[key], torch.Tensor) and tie(tensors[key]) in cast)
     }
-
-
-def dtypes_of(manifest: Manifest) -> Dtypes:
-    """The dtype= that casts the leaves which this arena casts, and to the same."""
-    return {escape(leaf.name): leaf.dtype for leaf in manifest.leaves if leaf.cast} or None
 
 
 def cast_leaves(

@@ -80,11 +80,6 @@ def modules_in(module: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def submodules(module: nn.Module) -> dict[Key, nn.Module]:
-    """The module and all in it by path, without the wrappers."""
-    return {place.path: place.module for place in walk(module)}
-
-
 def bare(key: Key) -> Key:
     """A key without the names of wrappers, a user's own `module` included."""
     return (*(part for part in key[:-1] if part not in _NAMES), *key[-1:])

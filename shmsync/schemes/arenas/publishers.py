@@ -12,12 +12,12 @@ from torch import nn
 
 from ...engine.publish_all import Publication, publish_all
 from ...engine.publisher import Publisher, writer_of
-from ...engine.source.dtypes import Dtypes, dtypes_of
+from ...engine.source.dtypes import Dtypes
 from ...engine.source.sources import EVERYTHING, Weights, collect, not_saved
 from ...errors import ManifestMismatch
 from ...memory.manifest import Key
 from .. import extra_state
-from ..cast_before_send import matching_dtypes
+from ..cast_before_send import dtypes_of, matching_dtypes
 from ..sent_leaves import tied_along
 from ..strategy import WeightStrategy
 from .worker_devices import DeviceChoice, WorkerDevices, devices_for
