@@ -33,7 +33,7 @@ BAD = {
     "dtype": lambda good: {**good, "299": torch.zeros(2, dtype=torch.float64)},
     "key": lambda good: {**good, "300": torch.zeros(2)},
     "device": lambda good: {**good, "299": torch.zeros(2, device="meta")},
-    "type": lambda good: {**good, "299": 3},
+    "type": lambda good: {**good, "299": "3"},
 }
 
 
