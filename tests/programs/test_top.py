@@ -78,7 +78,7 @@ def test_who_blocks_the_publisher_stands_in_front(start, name):
 
 
 def test_the_terminal_is_as_it_was(policy, name):
-    with Terminal("top", name, "--interval", "0.05") as terminal:
+    with Terminal("top", name, "--interval", "0.2") as terminal:
         terminal.until(lambda text: "version 1" in text)
         assert not terminal.restored()
         terminal.press("\x03")

@@ -49,7 +49,7 @@ class Trainer:
 
 @pytest.mark.parametrize(
     ("method", "entry"),
-    [("forkserver", MP), ("fork", SHM), ("spawn", SHM)],
+    [("forkserver", MP), ("fork", SHM), pytest.param("spawn", SHM, marks=pytest.mark.slow)],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_pipes_and_scheme_go_into_process_arguments_and_a_death_is_seen(method, entry):

@@ -43,9 +43,10 @@ class Terminal:
     def press(self, keys):
         os.write(self.ours, keys.encode())
 
-    def read(self, seconds=0.05):
-        """Take in what has come."""
-        while select.select([self.ours], [], [], seconds)[0]:
+    def read(self):
+        """Take in what has come, and what comes soon; frames that come without a pause do not keep it."""
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end and select.select([self.ours], [], [], 0.05)[0]:
             self.text += os.read(self.ours, 65536).decode()
 
     def until(self, condition):

@@ -107,6 +107,7 @@ def test_updates_may_come_from_several_threads(collector):
     assert (next(iter(collecting))["policy_version"] == 90).all()
 
 
+@pytest.mark.slow
 def test_a_compiled_policy_uses_what_arrives(collector):
     policy = Tagged()
     collecting = collector(policy, compile_policy={"backend": "eager", "warmup": 1})
