@@ -5,6 +5,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import atexit, gc, json, os, sys, threading
 import torch, shmsync
@@ -107,6 +109,7 @@ def cases(orders):
 ORDERS = list(itertools.permutations(THINGS))[:: len(WAYS)]  # one for each way
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_with_everything_open():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(cases(ORDERS))],

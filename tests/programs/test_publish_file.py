@@ -53,6 +53,7 @@ def replace(path, state):
     os.replace(made, path)
 
 
+@pytest.mark.slow
 def test_readers_get_each_file_until_a_signal_ends_it(tmp_path, publish):
     path = tmp_path / "policy.pt"
     replace(path, weights(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 from tensordict import TensorDict
 from torchrl.collectors import Evaluator
 
@@ -30,6 +31,7 @@ def evaluating():
             evaluator.shutdown()
 
 
+@pytest.mark.slow
 def test_each_evaluation_has_the_weights_it_was_given():
     with evaluating() as evaluator:
         for tag, weights in ((1, Tagged(1)), (2, TensorDict.from_module(Tagged(2)).data)):
