@@ -106,6 +106,7 @@ def cases(orders):
         found.append({"order": order, "way": way, "close": close, "slots": slots, "consistency": consistency})
     return found
 
+
 ORDERS = list(itertools.permutations(THINGS))[:: len(WAYS)]  # one for each way
 
 
