@@ -34,7 +34,7 @@ from ..source.manifest_check import (
     untied,
     without,
 )
-from ..source.sources import EVERYTHING, Filter, Weights, collect, not_saved
+from ..source.sources import EVERYTHING, Filter, Weights, collect, not_saved, with_tensors
 from ..source.wrappers import of_wrappers, respelled
 from .converting import Conversions
 
@@ -165,6 +165,7 @@ class PlanCache:
         """The plan for this source, with its tensors. Call release() on it when it was carried out."""
         if self._plans and self._plans[0].match(source):
             return self._plans[0]
+        source = with_tensors(source)
         return self.kept(source) or self.make(source)
 
     def kept(self, source: Weights) -> CopyPlan | None:

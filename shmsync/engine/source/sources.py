@@ -123,6 +123,18 @@ def collect(
     return Collected(found, watched.dicts)
 
 
+def with_tensors(source: Any) -> Any:
+    """A mapping in which arrays and numbers are tensors; any other source, and one that has none, is what it was."""
+    if not isinstance(source, Mapping) or is_tensordict(source):
+        return source
+    made = {}
+    for key, value in source.items():
+        tensor = with_tensors(value) if isinstance(value, Mapping) else as_tensor(value)
+        if tensor is not value:
+            made[key] = tensor
+    return {**source, **made} if made else source
+
+
 def _leaves(source: Any, path: Key, watched: _Watch | None) -> Iterator[tuple[Key, Any]]:
     check_depth(path)
     if isinstance(source, nn.Module):
