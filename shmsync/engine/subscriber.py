@@ -26,8 +26,7 @@ from .bind.module_check import ModuleCheck
 from .by_value import copy_by_value
 from .deadlines import DEFAULT_TIMEOUT, timeout_or_none
 from .digest import digests_held, digests_of
-from .read.opening import open_reader
-from .read.reading import ReadPath
+from .read.reading import ReadPath, open_reader
 from .read.snapshot import Snapshot, copied, state_of
 from .stats import SubscriberStats
 

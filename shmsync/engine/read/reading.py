@@ -1,35 +1,63 @@
-"""Read sections, as far as they are Python: each shows one version from its entry to its exit.
+"""The reader behind a Subscriber: its sections, its waits, and its moves to new versions and to a restarted trainer.
 
-The common case is native (native/bind/reader.hpp): nothing new, and the gate is open. It calls hooks here for all
-else.
+A section shows one version from its entry to its exit. The common case is native (native/bind/reader.hpp): nothing new,
+and the gate is open. It calls hooks here for all else.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import util
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
 from ... import _native
-from ..._native import Enter, HostCall
-from ...errors import ArenaCorrupt, ClosedError, Poisoned, ProtocolError, ShmSyncError, WriterBusy
+from ..._native import Consistency, Enter, HostCall, State
+from ...errors import (
+    ArenaCorrupt,
+    ClosedError,
+    Poisoned,
+    ProtocolError,
+    PublishTimeout,
+    ShmSyncError,
+    WriterBusy,
+    WriterDied,
+)
+from ...memory import attaching
+from ...memory.arena import Arena
+from ...memory.attaching import Attached, Release
+from ...memory.control.segment import Handle
 from ...memory.dynamo import disable, skip
-from ...memory.system.process import pid_of
-from ..deadlines import check_timeout, check_version, deadline_after, slice_until
+from ...memory.system.exiting import stay_if_exiting
+from ...memory.system.process import Peers, pid_of
+from ..deadlines import (
+    Samples,
+    check_timeout,
+    check_version,
+    check_worker,
+    deadline_after,
+    slice_until,
+    timeout_or_default,
+)
 from ..stats import SubscriberStats
-from .device_sections import wait_for_reads
+from .device_sections import SectionStreams, wait_for_reads
 from .outputs import private
-from .waiting import WaitPath
+from .successor import Successor
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
 T = TypeVar("T")
+
+_log = logging.getLogger("shmsync")
+_CONSISTENCIES = {each.name.lower(): each for each in Consistency}
 
 _TEARS_BEFORE_PIN = 3
 
@@ -39,12 +67,193 @@ with suppress(ImportError):  # this torch does not say
     _native.tell_of_compiling(get_eval_frame_callback)
 
 
+class Follower(Protocol):
+    """Something that shows the weights and moves to each new version: a bound module, for example.
+
+    It overrides what concerns it.
+    """
+
+    def prepare(self) -> None:
+        """Called for all followers before any moves. What cannot show the next version raises."""
+        return
+
+    def move(self, slot: int) -> bool:
+        """Show this slot, whose version the open section holds. False: drop this follower."""
+        raise NotImplementedError
+
+    def rebase(self, arena: Arena) -> None:
+        """From the next move() on, show this arena. Its leaves are the same, its slots and addresses are not."""
+        return
+
+    def private_copies(self) -> list[torch.Tensor]:
+        """Its tensors that a move copies into."""
+        return []
+
+
 class Pinned(float):
     """A timeout that also asks for a pinned section, whatever the subscriber's consistency."""
 
 
-class ReadPath(WaitPath):
+class ReadPath(_native.Reader):
     """The reader behind a Subscriber: what a read section moves, and how to enter one."""
+
+    def __init__(
+        self,
+        attached: Attached,
+        release: Release,
+        peers: Peers,
+        consistency: Consistency,
+        name: str,
+        timeout: float,
+        successor: Successor | None,
+    ) -> None:
+        super().__init__(attached.arena.control, attached.row, attached.owner, consistency, _reads(attached))
+        begin, end = attached.arena.readonly_range()
+        self.set_slab(begin, end)
+        self.arena = attached.arena
+        self.followers: list[Follower] = []
+        self.covers: weakref.WeakSet[Any] = weakref.WeakSet()  # of bound modules
+        self.streams = SectionStreams()
+        self.optimistic = consistency is Consistency.OPTIMISTIC
+        self.timeout = timeout  # default of waits, in seconds
+        self._shown = attached.arena  # the arena of `weights`: until a successor's are applied, the old one's
+        self._slot = 0
+        self._moves = 0
+        # The functions of on_version(), and the session and the version that each was called for.
+        self._told: dict[Callable[[int], object], tuple[bytes, int] | None] = {}
+        self._teller: int | None = None  # the thread that calls them now
+        self._waits = Samples()
+        self.writer = attached.writer
+        self._release = release
+        self._peers = peers
+        self.name = name  # the arena's
+        self.look_also: Callable[[], None] | None = None  # raises what else ends the waits
+        self._successor = successor
+        self.follows = successor is not None
+        self._restarts = 0
+        self._finalizer = util.Finalize(self, release, exitpriority=30)
+        self.arena.reader = weakref.ref(self)
+
+    def wait_version(self, version: int, timeout: float | None = None) -> int:
+        """As Subscriber.wait_version()."""
+        self.check_open()
+        if self.arena.slots == 1 and self.in_pinned_section and self.latest < version:
+            raise ProtocolError(
+                "wait_version() inside a read section with slots=1 would wait for a publisher that waits for it; "
+                "leave the section first, or use more slots",
+                version=version,
+            )
+        return self._wait_for(check_version(version), deadline_after(timeout, self.timeout))
+
+    def _wait_for(self, version: int, deadline: float, *, entering: bool = False) -> int:
+        """Wait until `version` or a later one is published; the published one.
+
+        `entering`: this thread enters a section of exactly this version, and holds the lock. Else no lock is held, and
+        every version of a session that is newer than the calling thread's counts.
+        """
+        started, session = time.perf_counter(), self.used_session
+        while True:
+            if not entering and self.session != session:
+                if self.has_used_version:
+                    self.use_applied_version()
+                return self.latest
+            if self.wait_version_slice(version, slice_until(deadline)) and (latest := self.latest) >= version:
+                return latest
+            gone, closed = self.gone, self.state == State.CLOSED  # death first: then the state is final
+            self._look_up()
+            late = time.monotonic() >= deadline
+            if gone:
+                last = max(self.latest, self.final_version if self.arena.slots == 1 else 0)
+                if last >= version:
+                    return last
+                if self._moved_on(deadline, entering):
+                    continue
+                if not self.follows or self.in_section or late:
+                    raise self._none_will_come(version, closed)
+                time.sleep(slice_until(deadline) / 1e9)
+            elif late:
+                raise PublishTimeout(
+                    f"version {version} of arena {self.name!r} was not published within "
+                    f"{time.perf_counter() - started:.3g} s, the newest is {self.latest}; see whether the trainer "
+                    "still publishes, or give it more time with timeout=",
+                    version=version,
+                )
+
+    def _moved_on(self, deadline: float, entering: bool) -> bool:
+        """Does the subscriber read another arena now? A section keeps the one that it has entered."""
+        if entering:
+            return self._move_to_successor()
+        if not self.follows or self.in_section:
+            return False
+        arena = self.arena
+        try:
+            with self.hold_lock(max(0.0, deadline - time.monotonic())):
+                return self.arena is not arena or self._move_to_successor()
+        except WriterBusy:  # another thread stays in its section: this wait is over at its deadline
+            return False
+
+    def _none_will_come(self, version: int, closed: bool) -> ShmSyncError:
+        back = ", and was not published again in time" if self.follows else ""
+        if closed:
+            return ClosedError(
+                f"arena {self.name!r} was closed at version {self.latest}{back}; version {version} will not come",
+                version=version,
+            )
+        cure = "" if self.follows else ", or attach with follow=True, which moves to the new arena when there is one"
+        return WriterDied(
+            f"the publisher of arena {self.name!r} (pid {pid_of(self.writer)}) died{back}; the newest "
+            f"version is {self.latest}. Restart it and attach to the new arena{cure}",
+            version=version,
+        )
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """The version and the slot of the open section."""
+        return self.held_version, self.held_slot
+
+    @property
+    def gone(self) -> bool:
+        """Will the publisher of this arena publish nothing more?"""
+        return self.state == State.CLOSED or not self._peers.alive(self.writer)
+
+    @contextmanager
+    def renewing_copies(self) -> Iterator[None]:
+        """The private copies of bound modules are renewed inside; a later use calls use_copies() first."""
+        with self.streams.renewing_copies():
+            yield
+        self.copies_pending = self.streams.pending
+
+    def use_copies(self) -> None:
+        """Order the current stream behind the renewal of private copies."""
+        self.streams.use_copies()
+        self.copies_pending = self.streams.pending
+
+    def _look_up(self) -> None:
+        """In each slice of a wait: can the version still arrive?"""
+        stay_if_exiting()
+        if self.closing_or_closed:
+            raise ClosedError(f"this Subscriber of arena {self.name!r} was closed by another thread; attach again")
+        if self.look_also is not None:
+            self.look_also()
+
+    def _move_to_successor(self) -> bool:
+        """Move to the arena that has taken this one's place, if there is one. Hold the lock, outside of sections."""
+        if self._successor is None or not self.gone:
+            return False
+        self.publisher_lost = True
+        attached = self._successor.find(self.arena)
+        if attached is None:
+            return False
+        self._release.add(attached)
+        self.move_to_arena(attached.arena.control, attached.row, attached.owner, _reads(attached))
+        self.set_slab(*attached.arena.readonly_range())
+        self.arena.reader, attached.arena.reader = None, self.arena.reader
+        self.arena = attached.arena
+        self.writer = attached.writer
+        self._restarts += 1
+        self.publisher_lost = False
+        _log.info("arena %r: its publisher was started again, and is followed", self.name)
+        return True
 
     @property
     def weights(self) -> TensorDictBase:
@@ -211,13 +420,13 @@ class ReadPath(WaitPath):
                     "to publish() all weights again",
                     version=self.latest + 1,
                 )
-        elif not self._peers.alive(self._writer_owner):  # death first: then the state is final
+        elif not self._peers.alive(self.writer):  # death first: then the state is final
             outcome = self.enter_after_death()
             if outcome != Enter.POISONED:
                 return outcome
             if hopeless:
                 raise Poisoned(
-                    f"the publisher of arena {self.name!r} (pid {pid_of(self._writer_owner)}) died in the middle of "
+                    f"the publisher of arena {self.name!r} (pid {pid_of(self.writer)}) died in the middle of "
                     f"version {self.latest + 1}, so the weights are half written; restart it",
                     version=self.latest + 1,
                 )
@@ -265,7 +474,7 @@ class ReadPath(WaitPath):
         self.streams.order_copies(copies, self.arena)
         self.copies_apart = bool(self.streams.apart)
 
-    _use_copies = disable(WaitPath.use_copies)
+    _use_copies = disable(use_copies)
 
     @disable
     def _copies_read(self) -> None:
@@ -305,3 +514,42 @@ class ReadPath(WaitPath):
         except ShmSyncError as error:
             assert self._successor is not None
             self._successor.warn(error)
+
+
+def _reads(attached: Attached) -> _native.DeviceReads | None:
+    place = attached.arena.on_device
+    return None if place is None else place.reads
+
+
+def open_reader(
+    handle_or_name: Handle | str, consistency: str, worker: int | None, timeout: float | None, follow: bool
+) -> ReadPath:
+    """Attach, for the arguments of Subscriber, all checked. Applies nothing yet."""
+    if not isinstance(consistency, str) or consistency not in _CONSISTENCIES:
+        raise ValueError(f"consistency is one of {', '.join(_CONSISTENCIES)}, not {consistency!r}")
+    if worker is not None:
+        worker = check_worker(worker)
+    timeout = timeout_or_default(timeout)
+    if not isinstance(follow, bool):
+        raise TypeError(f"follow is True or False, not {follow!r}")
+    name, session = _name_and_session(handle_or_name)
+    with ExitStack() as undo:
+        peers = Peers()
+        undo.callback(peers.close)
+        # A reader that follows restarts may itself start between the death and the restart.
+        await_restart = follow and session is None
+        attached = attaching.attach(name, session, worker, timeout, peers, pass_over_dead=await_restart)
+        release = attaching.Release(attached, peers)
+        undo.callback(release)
+        successor = Successor(name, worker, peers) if follow else None
+        reader = ReadPath(attached, release, peers, _CONSISTENCIES[consistency], name, timeout, successor)
+        undo.pop_all()  # all of it is the reader's now
+    return reader
+
+
+def _name_and_session(handle: Handle | str) -> tuple[str, bytes | None]:
+    if isinstance(handle, str):
+        return handle, None
+    if isinstance(handle, tuple) and [type(part) for part in handle] == [str, bytes]:
+        return handle[0], handle[1]
+    raise TypeError(f"pass pub.handle or the arena's name, not the {type(handle).__name__} {handle!r}")

@@ -14,9 +14,7 @@ from torchrl.collectors import BaseCollector
 from ....engine.bind.binding import Binding, taken_over
 from ....engine.bind.module_check import ModuleCheck, bindable
 from ....engine.by_value import copy_by_value
-from ....engine.read.opening import open_reader
-from ....engine.read.reading import ReadPath
-from ....engine.read.waiting import Follower
+from ....engine.read.reading import Follower, ReadPath, open_reader
 from ....errors import ArenaNotFound, WriterDied
 from ....memory.control.segment import Handle
 from ....memory.torch_modes import run_plainly
