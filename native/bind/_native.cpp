@@ -10,7 +10,7 @@ void bind_failpoints(nb::module_&);
 void bind_faults(nb::module_&);
 void bind_memory(nb::module_&);
 void bind_modes(nb::module_&);
-void bind_module_tree(nb::module_&);
+void bind_buffer_copies(nb::module_&);
 void bind_observe(nb::module_&);
 void bind_sources(nb::module_&);
 void bind_source_plan(nb::module_&);
@@ -30,7 +30,7 @@ NB_MODULE(_native, m) {
   shmsync::bind::bind_faults(m);
   shmsync::bind::bind_memory(m);
   shmsync::bind::bind_modes(m);
-  shmsync::bind::bind_module_tree(m);
+  shmsync::bind::bind_buffer_copies(m);
   shmsync::bind::bind_observe(m);
   shmsync::bind::bind_sources(m);
   shmsync::bind::bind_source_plan(m);

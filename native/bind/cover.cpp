@@ -17,7 +17,7 @@ namespace shmsync::bind {
 namespace {
 
 // What the guards of a bound module share: the reader whose sections cover each of its calls. Python's half decides
-// what is rare (see shmsync/engine/bind/read_guard.py).
+// what is rare (see shmsync/engine/bind/guard.py).
 //
 // INV: `thread_` is set only by a thread that is in a section of the reader.
 class Cover {

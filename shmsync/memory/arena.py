@@ -150,6 +150,10 @@ class Arena:
         assert self.slab.writable is not None, "only a publisher writes"
         return int(self.slab.writable.data_ptr()) + slot * self.manifest.slot_bytes
 
+    def readonly_address(self, slot: int) -> int:
+        """Where a slot starts in the read-only mapping."""
+        return int(self.slab.readonly.data_ptr()) + slot * self.manifest.slot_bytes
+
     def readonly_range(self) -> tuple[int, int]:
         """[begin, end) of the read-only mapping."""
         begin = int(self.slab.readonly.data_ptr())

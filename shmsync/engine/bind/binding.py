@@ -1,7 +1,9 @@
 """Binding: the parameters of a module become views of an arena.
 
 Parameters are moved by `param.data = view`: the Parameter objects keep their identity, so tied modules, flat RNN
-weights, hooks and parameter lists stay right. A buffer that was replaced is put back with the next version.
+weights, hooks and parameter lists stay right. With one slot they stay where they are, so a new version moves nothing
+but buffers: they are private copies, are put back where something has replaced them, and get the version's values.
+Parameters that a worker replaces one by one are not noticed (docs/limits.md).
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ import torch
 from torch import nn
 
 from ... import _native
-from ...errors import ManifestMismatch, ProtocolError
+from ...errors import ProtocolError
 from ...memory.arena import Arena
 from ...memory.devices import assign, has_address, laid_out
 from ...memory.manifest import Key
-from ...memory.torch_modes import modes_are_on, plainly, run_plainly
+from ...memory.torch_modes import counts_changes, modes_are_on, plainly, run_plainly
 from ..read.reading import ReadPath
 from .module_check import ModuleCheck, materialise, placed_modules
 
@@ -50,7 +52,7 @@ class Binding:
         tensors: dict[Key, torch.Tensor],
         replaced: Iterable[Binding] = (),
     ) -> None:
-        self.path = weakref.ref(path)
+        self.path, self._name = weakref.ref(path), path.name
         self._fitting = fitting
         self._arena: Arena = path.arena
         self._root = weakref.ref(module)
@@ -77,10 +79,6 @@ class Binding:
     def living(self) -> list[tuple[Key, nn.Module]]:
         """The living modules below the bound one, itself included, with their key paths."""
         return [(path, module) for path, ref in self._places if (module := ref()) is not None]
-
-    def _left(self) -> dict[Key, torch.Tensor]:
-        """What they have in the places of bound tensors, where the module that was bound is gone."""
-        return {key: tensor for key, tensor in own_tensors(self.living()) if key in self._tensors}
 
     def owners(self) -> set[nn.Module]:
         """The living submodules that own a bound tensor."""
@@ -109,25 +107,25 @@ class Binding:
         leaf_of = self._fitting.leaf_of
         unique = {id(tensor): (leaf_of(key), tensor) for key, tensor in tensors.items()}
         viewed = {key: pair for key, pair in unique.items() if self._fitting.viewed(pair[1])}
-        copied = [pair for key, pair in unique.items() if key not in viewed]
-        stores = [store for _, module in places for store in (module._parameters, module._buffers)]
-        self._watched = [
-            (store, list(store.items()), True)
-            for store in stores
-            if any(id(tensor) in unique for tensor in store.values())
-        ]
+        self.copied = [pair for key, pair in unique.items() if key not in viewed]
         self._places = [(path, weakref.ref(module)) for path, module in places]
-        self._tree = _native.ModuleTree([_node(module) for _, module in places if module._modules])
-        private = {id(tensor) for _, tensor in self.copied}
-        for leaf, tensor in copied:
-            if id(tensor) not in private:  # forward passes write buffers
-                make_private(tensor, self._arena.manifest.by_key[leaf].strides)
-        self.copied = copied
+        by_key = self._arena.manifest.by_key
+        for leaf, tensor in self.copied:  # forward passes write buffers
+            make_private(tensor, by_key[leaf].strides)
+        stores = {
+            id(tensor): (module._buffers, name)
+            for _, module in places
+            for name, tensor in module._buffers.items()
+            if tensor is not None and type(module._buffers) is dict
+        }
+        self._buffers = _native.BufferCopies(
+            [(*stores.get(id(tensor), (None, "")), tensor, by_key[leaf].offset) for leaf, tensor in self.copied]
+        )
+        self._counted = [tensor for _, tensor in self.copied if counts_changes(tensor)]
         self._viewed_keys = [leaf for leaf, _ in viewed.values()]
         self._viewed = [tensor for _, tensor in viewed.values()]
         self._sets: dict[int, list[torch.Tensor]] = {}
         self._placed = False  # with one slot: nothing has to move
-        self._dicts = _native.Sources(self._watched, [])
         path = self.path()
         if path is not None:
             others = [each for each in path.followers if each is not self]
@@ -144,17 +142,20 @@ class Binding:
         self._placed = False
 
     def prepare(self) -> None:
-        """Put back what was replaced, before anything moves.
+        """Put buffers back that were replaced, before anything moves.
 
-        Raises ManifestMismatch when the module was changed so that it does not show the arena any more, ProtocolError
-        when a graph is being captured that private copies would become part of.
+        Raises ProtocolError when parameters were taken out of the arena, or when a graph is being captured that private
+        copies would become part of.
         """
-        if self.copied and (path := self.path()) is not None:
-            path.streams.refuse_capture()
-        if not (self._tree.unchanged() and self._dicts.revalidate()):
-            self._follow()
-        elif self._dicts.moved:  # `.to()` or `.data =` has taken a parameter away
-            self._placed = False
+        if self.copied:
+            if (path := self.path()) is not None:
+                path.streams.refuse_capture()
+            self._buffers.put_back()
+        if self._placed and self._viewed and self._viewed[0].data_ptr() != self._address:
+            raise ProtocolError(
+                "the parameters of a bound module were given other memory, as by `param.data =`, so they do not show "
+                f"arena {self._name!r} any more; convert the module before bind(), or bind it again"
+            )
 
     def move(self, slot: int) -> bool:
         """Let the tensors show this slot; False when every owner is gone. Call it inside a section."""
@@ -168,7 +169,7 @@ class Binding:
                     views = self._sets[slot] = [made[key] for key in self._viewed_keys]
                 _native.set_data(self._viewed, views)  # 0.1 to 0.2 µs a tensor
                 if self._arena.slots == 1:
-                    self._dicts = _native.Sources(self._watched, [(tensor, 0, 0) for tensor in self._viewed])
+                    self._address = views[0].data_ptr() if views else 0
                     self._placed = True
         if self.copied or self._empty:
             self._renew_copies(slot)
@@ -179,39 +180,22 @@ class Binding:
 
     def _renew_copies(self, slot: int) -> None:
         """Renew the private copies, after what earlier sections have asked a device for with the old ones."""
-        made = self._arena.views(slot)
-        path = self.path()
-        with nullcontext() if path is None else path.renewing_copies(), plainly():
-            for key, buffer in (*self.copied, *self._empty):
-                assign(buffer, made[key])
-        self._empty.clear()
+        if self._arena.on_device is None and self._buffers.renew(self._arena.readonly_address(slot)):
+            torch.autograd.graph.increment_version(self._counted)  # as copy_() does, for autograd's checks
+            copies = []
+        else:
+            copies = self.copied
+        if copies or self._empty:
+            made = self._arena.views(slot)
+            path = self.path()
+            with nullcontext() if path is None else path.renewing_copies(), plainly():
+                for key, buffer in (*copies, *self._empty):
+                    assign(buffer, made[key])
+            self._empty.clear()
 
     def private_copies(self) -> list[torch.Tensor]:
         """The tensors that a move copies into."""
         return [tensor for _, tensor in self.copied]
-
-    def _follow(self) -> None:
-        """Put the bound buffers back where others have taken their place, and look at the module again.
-
-        The tensor that took the place may belong to other code: an input, or another module's. So it is left as it is.
-        A parameter in a bound one's place may be temporary (torch.func.functional_call); that cannot be seen from here.
-        """
-        bound = {key: tensor for key, tensor in self._tensors.items() if not isinstance(tensor, nn.Parameter)}
-        for path, module in self.living():
-            for name in module._buffers:
-                if (tensor := bound.get((*path, name))) is not None:
-                    module._buffers[name] = tensor
-        root = self._root()
-        living = self.living() if root is None else placed_modules(root)
-        found = self._left() if root is None else self._fitting.tensors(root)
-        replaced = [".".join(key) for key, tensor in found.items() if self._tensors.get(key) is not tensor]
-        if replaced:
-            raise ManifestMismatch(
-                f"{len(replaced)} parameter(s) of a bound module were replaced, such as {replaced[0]}, so it does not "
-                "show the arena's weights. Bind the module again; or put the bound parameters back. For "
-                "torch.func.functional_call() and the like use copy.deepcopy(module), or a `with sub.read():` around it"
-            )
-        self.take(found, living)
 
     @run_plainly
     def release(self, owners: set[nn.Module] | None = None) -> None:
@@ -286,8 +270,3 @@ def make_private(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -
     with plainly():
         own = tensor.data.clone()
         tensor.data = own if strides is None else laid_out(own, strides)
-
-
-def _node(module: nn.Module) -> tuple[object, ...]:
-    children = [(name, weakref.ref(child)) for name, child in module._modules.items() if child is not None]
-    return weakref.ref(module), module._parameters, module._buffers, children

@@ -43,17 +43,14 @@ class Viewing(nn.Linear):
         self.register_buffer("transposed", self.weight.detach().t(), persistent=False)
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("published", [lambda trainer: trainer, nn.Module.state_dict], ids=["module", "state_dict"])
-def test_a_buffer_that_is_a_view_of_a_parameter_is_refused(publisher, subscriber, published, device):
+def test_a_buffer_that_is_a_view_of_a_parameter_is_refused(publisher, subscriber, published):
     sub = subscriber(publisher(published(Viewing())))
-    with torch.device(device):
-        worker = Viewing()
+    worker = Viewing()
     places = [each.data_ptr() for each in worker.parameters()]
     with pytest.raises(shmsync.ManifestMismatch, match=r"transposed is a view of weight,.* persistent=True"):
         sub.bind(worker)
     assert [each.data_ptr() for each in worker.parameters()] == places
-    assert worker.weight.device.type == device
 
 
 def test_a_lazy_module_is_refused_until_it_has_run(publisher, subscriber):
