@@ -121,7 +121,7 @@ wheel:
 	PYTHON=$(PYTHON) bash tools/wheel.sh
 
 # All figures in one table, in at most ten minutes; ARGS=--docs puts it into docs/performance.md and README.md.
-# BENCH = table, growth, engine, sources, schemes, collectors, torchrl, distributed, peers or gpu.
+# BENCH = table, calls, growth, engine, sources, schemes, collectors, torchrl, distributed, peers or gpu.
 BENCH ?= table
 bench: $(STAMP)
 	cd / && $(abspath $(BIN))/python $(abspath bench/$(BENCH).py) --out $(abspath bench-results) $(ARGS)

@@ -179,7 +179,7 @@ class SourcePlan {
     }
     if (value.is_none()) return {type};
     PyObject* const inner = tensordict_of(value);
-    if (inner == nullptr) return {type};
+    if (inner == nullptr) throw nb::value_error("an object of the source may hold tensors, and is not known");
     const Node node{type, Kind::tensordict, static_cast<std::uint32_t>(levels_.size())};
     levels_.emplace_back();
     add(node.at, names()[3], inner, depth);

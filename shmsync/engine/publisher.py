@@ -16,6 +16,7 @@ from ..memory.control import segment
 from ..memory.control.reader_figures import figures
 from ..memory.control.segment import Handle
 from ..memory.devices import named
+from ..memory.dynamo import disable
 from .arena_device import SAME
 from .deadlines import DEFAULT_TIMEOUT, check_worker, deadline_after, timeout_or_default, timeout_or_none, whole
 from .digest import digests_of
@@ -150,6 +151,7 @@ class Publisher:
         """What a worker needs to attach; picklable."""
         return Handle(self.name, self._writer.arena.session)
 
+    @disable
     def publish(
         self,
         weights: Weights | None = None,

@@ -22,7 +22,7 @@ from ...memory import arena as arenas
 from ...memory.arena import Arena
 from ...memory.devices import has_address
 from ...memory.manifest import Key, Leaf, merged
-from ...memory.torch_modes import run_plainly
+from ...memory.torch_modes import plainly, run_plainly
 from ..source.leaf_check import extent
 from ..source.manifest_check import (
     describe_problems,
@@ -165,8 +165,11 @@ class PlanCache:
         """The plan for this source, with its tensors. Call release() on it when it was carried out."""
         if self._plans and self._plans[0].match(source):
             return self._plans[0]
-        source = with_tensors(source)
-        return self.kept(source) or self.make(source)
+        if (plan := self.kept(source)) is not None:
+            return plan
+        with plainly():
+            tensors = with_tensors(source)
+        return (None if tensors is source else self.kept(tensors)) or self.make(tensors)
 
     def kept(self, source: Weights) -> CopyPlan | None:
         """The plan of an earlier source that was like this one, if it is one of the last."""

@@ -80,6 +80,7 @@ class Adoption:
         self._plan: CopyPlan | None = None  # None: look at everything
         self._pending: dict[Key, torch.Tensor] | None = None
         self._loading: int | None = None  # the thread that is in load()
+        self._loaded: set[int] = set()  # ids of parameters that are in private copies of load()
         self._undo: list[Callable[[], object]] = []  # what restore() gives back besides the parameters
         self._warned, self._window, self._versions = False, 0, dict[Key, int]()
         placed = self._fitting()
@@ -146,8 +147,9 @@ class Adoption:
         leaving = self._leaving(placed, away)
         views = list(self._views.values())
         staying = [tensor for key, tensor in placed.items() if key not in away]
+        replaced = {key for key in away if id(placed[key]) not in self._loaded}  # as a load in place, views may see it
         # Torch counts the tensors over the slab, and does not say which part each of them shows.
-        if away and shown_by_others([*views, *staying, *leaving, *(placed[key] for key in away)], views):
+        if replaced and shown_by_others([*views, *staying, *leaving, *(placed[key] for key in away)], views):
             raise ProtocolError(
                 f"{', '.join(sorted(map('.'.join, away)))} of the adopted module would overwrite memory of arena "
                 f"{self.name!r} while a tensor outside the module shows the arena: a view, a backup `p.data`, or what "
@@ -299,12 +301,15 @@ class Adoption:
             private = [copies.setdefault(view.data_ptr(), view.clone()) for _, view in placed]
             _native.set_data([tensor for tensor, _ in placed], private)
         self._loading = threading.get_ident()
+        self._loaded = {id(tensor) for tensor, _ in placed if tensor.numel()}
         try:
             result = run()
             self.remember_versions()  # it has written into private copies
             if not self._inside():
                 with self._update():  # takes the parameters in
                     pass
+            elif self.look() is None:  # now: what the body writes next comes later
+                self.pull()
             return result
         except BaseException:
             with plainly():
@@ -318,6 +323,7 @@ class Adoption:
             raise
         finally:
             self._loading = None
+            self._loaded.clear()
             self.remember_versions()
 
 

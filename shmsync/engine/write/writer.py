@@ -240,14 +240,18 @@ class Writer:
                 )
             return self.adopted.look()  # its owner may publish it as it is after a failure
         plan = self.plans.find(source)
-        if optional is not None and not plan.whole:
-            missing = [leaf.name for leaf in plan.lacking if leaf.key not in optional]
-            if missing:
-                raise ManifestMismatch(
-                    f"the weights lack {', '.join(missing)}; nothing was published, send all of them"
-                )
-        if not plan.whole or plan.in_place:
-            self.refuse_poisoned()
+        try:
+            if optional is not None and not plan.whole:
+                missing = [leaf.name for leaf in plan.lacking if leaf.key not in optional]
+                if missing:
+                    raise ManifestMismatch(
+                        f"the weights lack {', '.join(missing)}; nothing was published, send all of them"
+                    )
+            if not plan.whole or plan.in_place:
+                self.refuse_poisoned()
+        except BaseException:
+            plan.release()
+            raise
         return plan
 
     def _write(

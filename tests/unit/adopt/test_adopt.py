@@ -113,6 +113,20 @@ def test_a_load_that_raises_changes_nothing(adopted, wrong, assign):
     assert pub.version == 3 and torch.equal(sub.snapshot().weights["1", "weight"], module[1].weight)
 
 
+def test_a_load_while_views_are_held_is_a_version(adopted):
+    module = nn.Linear(2, 2)
+    pub, sub = adopted(module)
+    state = module.state_dict()
+    state["bias"] = torch.full((2,), 3.0)
+    module.load_state_dict(state)
+    assert pub.version == 2 and sub.state_dict()["bias"].eq(3).all()
+    with pub.update() as weights:
+        module.load_state_dict({**state, "bias": torch.full((2,), 4.0)})
+        weights["weight"].fill_(5)  # after the load
+    assert sub.state_dict()["bias"].eq(4).all() and sub.state_dict()["weight"].eq(5).all()
+    assert module.weight.eq(5).all() and state["weight"].eq(5).all()
+
+
 def test_a_load_around_an_adopted_module_is_refused_outside_update(adopted):
     module = nn.Linear(2, 2)
     pub, _ = adopted(module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, UserDict, defaultdict
 
 import pytest
 import torch
@@ -104,6 +104,23 @@ def test_what_does_not_fit_is_refused_at_every_publish_after_what_did(publisher,
                 pub.publish({"t": REFUSED[kind](), "other": torch.zeros(2)})
         assert pub.version == number
         assert pub.weights["t"].tolist() == [number] * 4
+
+
+@pytest.mark.parametrize("kind", [OrderedDict, lambda items=(): defaultdict(None, items), UserDict])
+def test_a_mapping_of_any_class_is_published_as_it_is(publisher, kind):
+    pub = publisher({"net": {"w": torch.zeros(2)}, "target": {"w": torch.zeros(2)}})
+    target = kind()
+    pub.publish({"net": {"w": torch.ones(2)}, "target": target})
+    shared = torch.full((2,), 3.0)
+    target["w"] = shared
+    pub.publish({"net": {"w": shared}, "target": target})
+    assert pub.weights["target", "w"].eq(3).all()
+    target["w"] = torch.full((2,), 4.0)
+    pub.publish({"net": {"w": shared}, "target": target})
+    assert pub.weights["target", "w"].eq(4).all()
+    target["wrong"] = torch.zeros(9)
+    with pytest.raises(shmsync.ManifestMismatch, match="wrong is not in the arena"):
+        pub.publish({"net": {"w": shared}, "target": target})
 
 
 def test_tied_leaves_that_come_apart_are_seen(publisher):

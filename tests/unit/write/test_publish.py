@@ -145,3 +145,21 @@ def test_close_beside_a_publish_of_another_thread(publisher):
                 time.sleep(1e-4)
         with pytest.raises(shmsync.ClosedError):
             training.result()
+
+
+def test_compiled_code_publishes(publisher):
+    module = torch.nn.Linear(2, 2)
+    pub = publisher(module)
+
+    @torch.compile(backend="eager")
+    def step(x):
+        loss = module(x).sum()
+        pub.publish()
+        return loss
+
+    for version in (2, 3):
+        with torch.no_grad():
+            module.weight.fill_(version)
+        step(torch.ones(1, 2))
+        assert pub.version == version and pub.weights["weight"].eq(version).all()
+    torch._dynamo.reset()
