@@ -37,19 +37,16 @@ def _run(arguments: argparse.Namespace) -> int:
 def _swept(seen: ArenaSeen) -> str:
     """Remove it if its owner is dead; what was done."""
     try:
-        owner = leftovers.sweep(seen.name)
+        leftovers.sweep(seen.name)
     except ShmSyncError as error:
         return f"kept {seen.name}: {error}"
-    if owner is None:
-        return f"removed {seen.name}{_why(seen)}"
-    why = f"process {owner} is alive" if owner else "another process is making or removing it"
-    return f"kept {seen.name}: {why}"
+    return f"removed {seen.name}{_why(seen)}"
 
 
 def _verdict(seen: ArenaSeen) -> str:
     if seen.owner is Condition.DEAD:
         return f"would remove {seen.name}{_why(seen)}"
-    if seen.owner in (Condition.ALIVE, Condition.STOPPED):
+    if seen.pid is not None and seen.owner in (Condition.ALIVE, Condition.STOPPED):
         return f"would keep {seen.name}: process {seen.pid} is {seen.owner.value}"
     return f"would keep {seen.name}: {seen.why}"
 

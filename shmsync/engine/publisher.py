@@ -13,6 +13,7 @@ from torch import nn
 from .. import _native
 from ..errors import WriterBusy
 from ..memory.control import segment
+from ..memory.control.leftovers import new_name
 from ..memory.control.reader_figures import figures
 from ..memory.control.segment import Handle
 from ..memory.devices import named
@@ -41,7 +42,7 @@ class Publisher:
 
     Args:
         weights: an nn.Module (parameters and buffers), a TensorDict, or a mapping of dotted keys to modules,
-            TensorDicts, tensors, numpy arrays, numbers and further mappings. Published as `first_version`. The
+            TensorDicts, tensors, numpy arrays, numbers and further mappings. Published as the first version. The
             publisher keeps it for publish(), which reads it again, and never changes it.
         name: the name by which other processes find the arena; None makes a random one.
         slots: copies of the weights. 1: publisher and readers take turns, least memory, fixed addresses. 2 or more:
@@ -57,8 +58,8 @@ class Publisher:
             exclude= or in dtype=, is a ManifestMismatch.
         exclude: glob patterns on dotted keys: the leaves that are left out.
         timeout: the arena's default, in seconds; math.inf waits without limit, None is 10.
-        first_version: the number of the first version. A restarted trainer that passes its last saved number plus one
-            continues the numbers.
+        first_version: the number of the first version. None: 1; where the name's last publisher was killed, the number
+            after its last version, so that numbers only grow.
 
     Raises:
         ArenaExists: the name belongs to a publisher that lives.
@@ -82,15 +83,16 @@ class Publisher:
         include: Patterns = None,
         exclude: Patterns = None,
         timeout: float | None = DEFAULT_TIMEOUT,
-        first_version: int = 1,
+        first_version: int | None = None,
     ) -> None:
-        first_version = whole("first_version", first_version, 1, _native.MAX_VERSION)
+        if first_version is not None:
+            whole("first_version", first_version, 1, _native.MAX_VERSION)
         check_dtypes(dtype)
         if device is not None and device != SAME:
             named(device)
         self._writer = Writer(
             weights,
-            segment.new_name() if name is None else segment.check_name(name),
+            new_name() if name is None else segment.check_name(name),
             slots=whole("slots", slots, 1, _native.MAX_SLOTS),
             max_readers=whole("max_readers", max_readers, 1, _native.MAX_READERS),
             device=device,

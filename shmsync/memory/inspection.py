@@ -147,20 +147,20 @@ def _look(name: str, fd: int, peers: Peers) -> ArenaSeen:
     try:
         check_readable(name, header)
     except ArenaCorrupt as error:
-        condition = Condition.UNKNOWN if may_live(header) else Condition.DEAD
-        return ArenaSeen(name, condition, str(error), pid_of(header.owner), age)
+        condition = Condition.UNKNOWN if may_live(header, fd) else Condition.DEAD
+        return ArenaSeen(name, condition, str(error), _pid(header), age)
     seen = _native.read_state(fd, header.slots, header.readers, header.manifest_bytes)
     at = time.monotonic()
     if seen is None:
         why = "its segment is shorter than its header says"
-        return ArenaSeen(name, Condition.UNKNOWN, why, pid_of(header.owner), age)
-    owner, why = _owner(header, peers)
+        return ArenaSeen(name, Condition.UNKNOWN, why, _pid(header), age)
+    owner, why = _owner(header, fd, peers)
     version = int(seen["version"])
     return ArenaSeen(
         name=name,
         owner=owner,
         why=why,
-        pid=pid_of(header.owner),
+        pid=_pid(header),
         age=age,
         at=at,
         session=header.session.hex(),
@@ -181,15 +181,19 @@ def _look(name: str, fd: int, peers: Peers) -> ArenaSeen:
     )
 
 
-def _owner(header: _native.Header, peers: Peers) -> tuple[Condition, str]:
-    if not may_live(header):
+def _pid(header: _native.Header) -> int | None:
+    """The owner's pid; None in another pid namespace, where the number is another process."""
+    return pid_of(header.owner) if header.pid_namespace == me().pid_namespace else None
+
+
+def _owner(header: _native.Header, fd: int, peers: Peers) -> tuple[Condition, str]:
+    if not may_live(header, fd):
         return Condition.DEAD, f"its publisher is dead; {_CLEAN}"
+    if _pid(header) is None:  # its lock tells
+        return Condition.ALIVE, "its publisher runs in another container (pid namespace)"
     condition = _condition(header.owner, peers, header)
-    why = {
-        Condition.UNKNOWN: "its publisher runs in another container (pid namespace); look from there",
-        Condition.STOPPED: "its publisher is stopped (SIGSTOP, or a debugger); `kill -CONT` lets it go on",
-    }
-    return condition, why.get(condition, "")
+    stopped = "its publisher is stopped (SIGSTOP, or a debugger); `kill -CONT` lets it go on"
+    return condition, stopped if condition is Condition.STOPPED else ""
 
 
 def _condition(owner: int, peers: Peers, header: _native.Header) -> Condition:

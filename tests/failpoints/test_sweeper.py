@@ -29,15 +29,15 @@ def test_a_sweeping(start, name, hold, point, slots, consistency):
             held.run(sweep, name)
     # The publisher of another test may have removed it after the sweeper opened it; then the name is free at once.
     if point == "sweep.locked" and not held.killed and segment_path(name).exists():
-        with pytest.raises(shmsync.ArenaExists, match="being (made|removed)"):
+        with pytest.raises(shmsync.ArenaExists, match="making or removing"):
             shmsync.Publisher(stamped(2), name=name)
-        assert held.result() is None
+        held.result()
     with shmsync.Publisher(stamped(2), name=name) as pub:
         if held.held and not held.killed:
             held.result()
         assert segment_path(name).exists()  # the new one, which the sweeper leaves alone
         with shmsync.Subscriber(pub.handle, consistency=consistency) as sub:
-            assert read(sub) == (1, 2, 2)
+            assert read(sub)[1:] == (2, 2)
     assert not segment_path(name).exists()
 
 
@@ -58,7 +58,7 @@ def test_a_sweeper_that_stands_still_keeps_no_publisher_waiting(start, name, slo
         call = Call(making.result)
         with pytest.raises(shmsync.ArenaExists, match="being removed"):
             call.result()
-        assert sweeping.result() is None
+        sweeping.result()
         assert leftovers.sweep(name) is None
         with shmsync.Publisher(stamped(2), name=name, slots=slots) as pub:
             assert pub.version == 1

@@ -115,8 +115,10 @@ class Writer:
         parts = name, self.arena, self._created, self.native, self.device, self.peers
         self._finalizer = util.Finalize(self, _clean_up, (*parts, self._closing), exitpriority=20)
 
-    def open(self, first_version: int = 1) -> None:
-        """Publish the first version, under this number, and let readers attach."""
+    def open(self, first_version: int | None = None) -> None:
+        """Publish the first version, and let readers attach. Its number: this one, or the next of a dead publisher."""
+        if first_version is None:
+            first_version = self._created.follows + 1
         self.publish(None, deadline_after(None, self.timeout), version=first_version)
         with self.lock:
             self.ready(deadline_after(None, self.timeout))

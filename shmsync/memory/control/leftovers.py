@@ -1,12 +1,15 @@
 """What killed publishers leave in /dev/shm: their control segments. Which process may remove them, when, and how.
 
-The creator of a segment holds an flock on it until it is ready. A process that gets the lock of a segment that is not
-ready, or whose owner is dead, may sweep (remove) it, after a check that the name still stands for it. A segment whose
-owner cannot be examined is never swept: an owner in another pid namespace, another user's, a machine without a free
-descriptor.
+A publisher has two locks on its segment. An flock, until it is ready. An open-file-description lock for life, which
+tells processes of other pid namespaces, who cannot look at the owner's pid, whether the owner lives.
+
+A process that gets the flock of a segment that is not ready, or whose owner is dead, may sweep (remove) it, after a
+check that the name still stands for it. A segment whose owner cannot be examined is never swept: another user's, or on
+a machine without a free descriptor.
 
 Segments of made-up names would stay until the user calls `shmsync gc`, and a publisher that is killed and started again
-over and over would fill /dev/shm. So each new publisher sweeps for a moment, whatever their names.
+over and over would fill /dev/shm. So each new publisher sweeps those for a moment. A name that a user has chosen stays
+for its next publisher, which continues the numbers of its versions.
 """
 
 from __future__ import annotations
@@ -16,13 +19,14 @@ import fcntl
 import logging
 import math
 import os
+import re
 import secrets
 import time
 from contextlib import suppress
 
 from ... import _native
-from ...errors import ArenaNotFound, ShmSyncError
-from ..system.calls import refusals
+from ...errors import ArenaCorrupt, ArenaExists, ArenaNotFound, ShmSyncError
+from ..system.calls import is_held, refusals
 from ..system.process import Peer, exists, me, pid_of
 from . import header as _header
 from .header import FOLDER, NAME, PREFIX, opened
@@ -32,6 +36,12 @@ _log = logging.getLogger("shmsync")
 _MOMENT = 0.002  # seconds that a new publisher sweeps; a few dozen segments
 _LISTED = 4000  # entries of /dev/shm that a new publisher lists; of n times as many, every nth publisher lists all
 _ENTRY = 20  # bytes that tmpfs counts for an entry in the size of a folder
+_MADE_UP = re.compile(r"[0-9]+-[0-9a-f]{12}")
+
+
+def new_name() -> str:
+    """A made-up name, to be unique."""
+    return f"{os.getpid()}-{secrets.token_hex(6)}"
 
 
 def names() -> list[str]:
@@ -52,34 +62,61 @@ def _listed() -> list[str]:
 def sweep(name: str) -> int | None:
     """Remove the segment if its owner is dead.
 
-    Returns the pid of a live owner, 0 while another process has the segment's lock, None when the name is free.
-    Raises NoSpace and ArenaNotFound (another user's) when that cannot be found out; then nothing was removed.
+    Returns the number of the last version in it, 0 if it has none; None when there is no segment of this name.
+    Raises ArenaExists, which says who has it; NoSpace and ArenaNotFound (another user's) when that cannot be found out.
     """
     with refusals(f"sweeping arena {name!r}"), opened(name) as fd:
         if fd is None:
             return None
-        if (owner := _live_owner(name, fd)) is not None:
-            return owner
+        _refuse_live(name, fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # its creator is at work, or a process that removes it
             header = _native.read_identity(fd)
-            return pid_of(header.owner) if header is not None and may_live(header) else 0
-        if (owner := _live_owner(name, fd)) is not None:
-            return owner
+            if header is not None and may_live(header, fd):
+                raise ArenaExists(_whose(header)) from None
+            raise ArenaExists("another process is making or removing it") from None
+        _refuse_live(name, fd)
+        version = _last_version(name, fd)
         _header.unlink(name, _header.inode_of(fd))
         _log.info("arena %r: its publisher is dead, and what it left was removed", name)
-        return None
+        return version
 
 
-def _live_owner(name: str, fd: int) -> int | None:
-    """The pid of an owner that may live; None if this process may remove the segment.
+def _last_version(name: str, fd: int) -> int:
+    """The last version of a dead publisher, 0 for none. With one slot, one that is half written counts."""
+    header = _native.read_identity(fd)
+    if header is None or not header.ready:
+        return 0
+    try:
+        _header.check_readable(name, header)
+    except ArenaCorrupt:
+        return 0
+    state = _native.read_state(fd, header.slots, header.readers, header.manifest_bytes)
+    if state is None:
+        return 0
+    half_written = (state["seqs"][0] + 1) // 2 if header.slots == 1 else 0
+    return int(max(state["version"], half_written))
 
-    Raises ArenaNotFound, which says why it stays, for what is no segment, and for another user's unless this is root.
+
+def _whose(header: _native.Header) -> str:
+    here = me()
+    if (header.owner, header.boot_id, header.pid_namespace) == here:
+        return "it belongs to a Publisher of this process; close() that one first"
+    if header.pid_namespace != here.pid_namespace:
+        return "its publisher lives in another container (pid namespace); close it there"
+    return f"process {pid_of(header.owner)} is alive; close it there"
+
+
+def _refuse_live(name: str, fd: int) -> None:
+    """Raise unless this process may remove the segment.
+
+    Raises ArenaExists for an owner that may live, and ArenaNotFound, which says why it stays, for what is no segment,
+    and for another user's unless this is root.
     """
     header = _native.read_identity(fd)
-    if header is not None and header.ready and may_live(header):
-        return pid_of(header.owner)
+    if header is not None and header.ready and may_live(header, fd):
+        raise ArenaExists(_whose(header))
     if _header.foreign(header):
         raise ArenaNotFound(f"it is no segment of shmsync; see who made {FOLDER}{PREFIX}{name}, and remove it by hand")
     uid = os.fstat(fd).st_uid
@@ -87,11 +124,10 @@ def _live_owner(name: str, fd: int) -> int | None:
         raise ArenaNotFound(f"arena {name!r} belongs to uid {uid}; only that user, or root, may remove it")
     if os.geteuid() != uid and (header is None or not header.ready):
         raise ArenaNotFound(_header.nobody_proven_dead(uid))
-    return None
 
 
 def sweep_some(seconds: float = _MOMENT) -> None:
-    """Remove segments of this user whose owners are proven dead, for so long. Never raises: it is a favour to others.
+    """Remove segments of made-up names, of this user, whose owners are proven dead, for so long. Never raises.
 
     It starts anywhere, so that each segment has its turn in the end.
     """
@@ -100,7 +136,7 @@ def sweep_some(seconds: float = _MOMENT) -> None:
         pages = 1 + os.stat(FOLDER).st_size // (_ENTRY * _LISTED)
         if math.isfinite(seconds) and secrets.randbelow(pages):
             return
-        found = _listed()
+        found = [name for name in _listed() if _MADE_UP.fullmatch(name)]
         start = secrets.randbelow(len(found) + 1)
     except (OSError, MemoryError):
         return
@@ -129,20 +165,20 @@ def _is_left_over(name: str, living: set[int]) -> bool:
             return not _header.locked(fd)
         if header.magic != _native.MAGIC or header.boot_id != me().boot_id or header.owner in living:
             return False
-        if not may_live(header):
+        if not may_live(header, fd):
             return True
         if header.owner != me().owner:
             living.add(header.owner)
         return False
 
 
-def may_live(header: _native.Header) -> bool:
-    """Could the owner be alive? True for one in another pid namespace, which cannot be looked at from here."""
+def may_live(header: _native.Header, fd: int) -> bool:
+    """Could the owner be alive? `fd`: of its segment, opened here."""
     here = me()
     if header.magic != _native.MAGIC or header.boot_id != here.boot_id:
         return False
     if header.pid_namespace != here.pid_namespace:
-        return True
+        return is_held(fd)
     if header.abi != _native.ABI:  # of its owner word we know the pid only
         return exists(pid_of(header.owner))
     if header.owner == here.owner:

@@ -1,6 +1,6 @@
 """The control segment: a small named shared-memory object that tells where the slab is and which version is current.
 
-The creator holds an flock on the segment until it is ready; leftovers.py says what that is for.
+Its publisher holds two locks on it; leftovers.py says what they are for.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ import errno
 import fcntl
 import math
 import os
-import secrets
 import time
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,7 +21,7 @@ import posix_ipc
 
 from ... import _native
 from ...errors import ArenaCorrupt, ArenaExists, ArenaNotFound, NoSpace, WriterDied
-from ..system.calls import close, patient, take_lock
+from ..system.calls import close, hold_for_life, patient, take_lock
 from ..system.process import Peer, me, pid_of
 from .header import (
     FOLDER,
@@ -57,26 +56,34 @@ class Handle(NamedTuple):
     session: bytes
 
 
-@dataclass
+@dataclass(eq=False)
 class Created:
-    """A segment whose creator still holds its lock; no process attaches until make_ready()."""
+    """A segment whose publisher holds its locks; no process attaches until make_ready()."""
 
     control: _native.Control
     inode: Inode
-    _fd: int  # the lock's
+    follows: int  # the last version of the dead publisher that had this name; 0: of none
+    _fd: int  # the locks', which no mapping shares
+
+    def __post_init__(self) -> None:
+        _held.add(self)
 
     def unlock(self) -> None:
-        """Let others have the lock, and close its descriptor. Idempotent."""
+        """Give both locks back, and close their descriptor. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            with suppress(OSError):  # a forked child may have the descriptor too, and then closing it is not enough
-                fcntl.flock(fd, fcntl.LOCK_UN)
             close(fd)
 
 
-def new_name() -> str:
-    """A random name, to be unique."""
-    return f"{os.getpid()}-{secrets.token_hex(6)}"
+_held: weakref.WeakSet[Created] = weakref.WeakSet()  # of this process
+
+
+def _forget_locks() -> None:
+    for each in list(_held):
+        each.unlock()
+
+
+os.register_at_fork(after_in_child=_forget_locks)  # else a child would keep its parent's locks as long as it lives
 
 
 def check_name(name: str) -> str:
@@ -91,51 +98,40 @@ def check_name(name: str) -> str:
 def create(name: str, size: int, **header: Any) -> Created:
     """Make the segment of an arena; sweeps what dead publishers left. Raises ArenaExists, NoSpace."""
     sweep_some()
+    follows = 0
     for _ in range(100):
         fd = _make(name)
         if fd is None:
             try:
-                owner = sweep(name)
-            except ArenaNotFound as error:
-                raise ArenaExists(f"the name of arena {name!r} is taken: {error}") from error
-            if owner is not None:
-                raise ArenaExists(f"arena {name!r} {_whose(name, owner)}, or use another name")
+                follows = sweep(name) or follows
+            except (ArenaExists, ArenaNotFound) as error:
+                raise ArenaExists(f"the name of arena {name!r} is taken: {error}, or use another name") from error
             continue
+        lock = -1
         try:
+            lock = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)  # a description that nothing maps
             # A process that took it for a leftover has the lock for a moment.
-            ours = take_lock(fd, time.monotonic() + _LOCK_WAIT)
+            ours = take_lock(lock, time.monotonic() + _LOCK_WAIT)
             inode = inode_of(fd)
             if ours and stands_for(name, inode):  # else a sweeper locked and removed it between our two calls
+                hold_for_life(lock)
                 _allocate(fd, size)
-                return Created(_native.Control.create(fd=fd, **header), inode, fd)
+                created = Created(_native.Control.create(fd=fd, **header), inode, follows, lock)
+                lock = -1
+                return created
         except BaseException:
-            try:
-                withdraw(name, inode_of(fd))
-            finally:
-                close(fd)
+            withdraw(name, inode_of(fd))
             raise
-        close(fd)
+        finally:
+            close(fd)
+            if lock >= 0:
+                close(lock)
         if not ours:  # the name is left to the holder of the lock, and to later sweeps
             raise ArenaExists(
                 f"arena {name!r} is being removed by another process, which has stood still for {_LOCK_WAIT:g} s; "
                 "use another name, or let that process go on or end it"
             )
     raise ArenaExists(f"arena {name!r} is created and swept over and over by other processes; use another name")
-
-
-def _whose(name: str, owner: int) -> str:
-    """Whose it is, and what to do about it; of a name that is taken."""
-    try:
-        with opened(name) as fd:
-            header = None if fd is None else _native.read_identity(fd)
-    except (ArenaNotFound, OSError):  # it is taken all the same
-        header = None
-    here = me()
-    if header is not None and (header.owner, header.boot_id, header.pid_namespace) == here:
-        return "belongs to a Publisher of this process; close() that one first"
-    if owner == 0:  # its header is not written yet
-        return "is being made or removed by another process; pass its handle to the workers, or try again"
-    return f"belongs to live process {owner}; close it there"
 
 
 def session_of(name: str) -> bytes | None:
@@ -163,7 +159,7 @@ def _allocate(fd: int, size: int) -> None:
     except OSError as error:
         raise NoSpace(
             f"the control segment needs {size:,} bytes of {FOLDER} but got: {error.strerror}; make it larger, or "
-            "close other publishers. What killed ones left there was removed already"
+            "close other publishers. `shmsync gc` removes what killed ones left there"
         ) from error
 
 
@@ -179,9 +175,9 @@ def _with_room_for(call: Callable[[], T]) -> T:
 
 
 def make_ready(created: Created) -> None:
-    """Let subscribers attach, and release the creator's lock."""
+    """Let subscribers attach, and release the flock."""
     created.control.make_ready(zlib.crc32(created.control.identity_bytes()))
-    created.unlock()
+    fcntl.flock(created._fd, fcntl.LOCK_UN)
 
 
 def attach(

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import select
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +15,8 @@ from typing import TypeVar
 from ...errors import NoSpace, ShmSyncError
 
 T = TypeVar("T")
+
+_FLOCK = struct.Struct("@hhqqi0q")  # type, whence, start, length, pid; see fcntl(2)
 
 _CURES = {
     errno.EMFILE: "raise the limit of open files with `ulimit -n`, or close some",
@@ -79,3 +82,20 @@ def take_lock(fd: int, deadline: float) -> bool:
             if time.monotonic() > deadline:
                 return False
         time.sleep(0.001)
+
+
+def hold_for_life(fd: int) -> None:
+    """Lock a file, opened for writing, until no process has this open file description any more.
+
+    Mappings of it and forked children count: map another description, and close this one in children.
+    """
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+
+
+def is_held(fd: int) -> bool:
+    """Does another description of this file hold it for life, in whatever pid namespace? Takes no lock."""
+    try:
+        found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    except OSError:  # that could not be found out
+        return True
+    return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)

@@ -1,4 +1,4 @@
-"""Killed publishers leave their control segments. The next publisher removes them, whatever their names."""
+"""Killed publishers leave their control segments. The next publisher removes those of made-up names."""
 
 import os
 import shutil
@@ -38,8 +38,8 @@ def make_some_publishers(gone):
     until(lambda: shmsync.Publisher(stamped(1)).close() or gone())
 
 
-def test_every_leftover_has_its_turn(dead, name):
-    copies = [segment_path(f"{name}.{i}") for i in range(300)]
+def test_every_leftover_has_its_turn(dead):
+    copies = [segment_path(leftovers.new_name()) for _ in range(300)]
     try:
         for copy in copies:
             shutil.copyfile(dead, copy)
@@ -49,38 +49,48 @@ def test_every_leftover_has_its_turn(dead, name):
             copy.unlink(missing_ok=True)
 
 
-def swept(path, name):
+def swept(path, name=None):
     """Is it removed, as leftovers are, when it is put in its place?"""
-    shutil.copy2(path, segment_path(name))
-    os.chown(segment_path(name), path.stat().st_uid, -1)
-    leftovers.sweep_some(float("inf"))
-    return not segment_path(name).exists()
+    placed = segment_path(name or leftovers.new_name())
+    shutil.copy2(path, placed)
+    os.chown(placed, path.stat().st_uid, -1)
+    try:
+        leftovers.sweep_some(float("inf"))
+        return not placed.exists()
+    finally:
+        placed.unlink(missing_ok=True)
 
 
 def test_what_is_proven_dead_is_swept(dead, name):
-    assert swept(dead, name)
+    assert swept(dead)
+    assert not swept(dead, name)  # its next publisher continues its numbers
+
+
+def test_no_process_of_another_container_holds_its_lock(dead):
+    write(dead, NAMESPACE, bytes(8))
+    assert swept(dead)
 
 
 @pytest.mark.parametrize(
     ("offset", "data"),
-    [(NAMESPACE, bytes(8)), (BOOT_ID, bytes(16)), (MAGIC, b"whatever")],
-    ids=["another pid namespace", "another boot", "no arena at all"],
+    [(BOOT_ID, bytes(16)), (MAGIC, b"whatever")],
+    ids=["another boot", "no arena at all"],
 )
-def test_what_cannot_be_found_out_is_left_alone(dead, name, offset, data):
+def test_what_cannot_be_found_out_is_left_alone(dead, offset, data):
     write(dead, offset, data)
-    assert not swept(dead, name)
+    assert not swept(dead)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
-def test_another_users_is_left_alone(dead, name):
+def test_another_users_is_left_alone(dead):
     os.chown(dead, 12345, -1)
-    assert not swept(dead, name)
+    assert not swept(dead)
 
 
-def test_another_versions_is_swept_when_nobody_has_its_pid(dead, name):
+def test_another_versions_is_swept_when_nobody_has_its_pid(dead):
     write(dead, ABI, (_native.ABI + 1).to_bytes(4, "little"))
     write(dead, OWNER, NOBODY.to_bytes(8, "little"))
-    assert swept(dead, name)
+    assert swept(dead)
 
 
 def test_another_versions_is_kept_while_somebody_has_its_pid(open_trainer, name, capsys):
@@ -96,8 +106,8 @@ def test_another_versions_is_kept_while_somebody_has_its_pid(open_trainer, name,
         assert read(sub) == (3, 3, 3)
 
 
-def test_what_is_being_made_is_left_alone_until_its_creator_dies(start, name):
-    creator = start()
+def test_what_is_being_made_is_left_alone_until_its_creator_dies(start):
+    creator, name = start(), leftovers.new_name()
     creator.start(create_and_stall, name)
     until(lambda: segment_path(name).exists() and segment_path(name).stat().st_size > 0)
     leftovers.sweep_some(float("inf"))

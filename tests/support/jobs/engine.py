@@ -48,13 +48,22 @@ def bind_copies(sub, module, guard=True):
     return install_guards.bind(reader, module, guard, ModuleCheck(reader.arena, reader.name, copies=True), clones=True)
 
 
-def open_arena(state, version=1, *, words=4096, **kwargs):
+def open_arena(state, version=1, *, words=4096, first_version=1, **kwargs):
     """A publisher whose weights are stamped with the version they are published as."""
-    state.pub = shmsync.Publisher(stamped(1, words=words), **kwargs)
+    state.pub = shmsync.Publisher(stamped(1, words=words), first_version=first_version, **kwargs)
     state.words = words
     for v in range(2, version + 1):
         publish(state, v)
     return state.pub.handle
+
+
+def fork_a_sleeper(state):
+    """A child that lives on without its parent; its pid."""
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(60)
+        os._exit(0)
+    return pid
 
 
 def publish(state, version, **kwargs):
