@@ -100,6 +100,23 @@ def shared_memory(root: Path) -> Finding:
     return Finding("shm", Level.OK, text)
 
 
+def remove_ipc(root: Path) -> Finding:
+    """Does systemd-logind remove this user's files from /dev/shm when the user logs out?"""
+    files = [root / "etc/systemd/logind.conf", *sorted((root / "etc/systemd/logind.conf.d").glob("*.conf"))]
+    lines = [line.replace(" ", "").lower() for file in files for line in (_text(file) or "").splitlines()]
+    chosen = [line.partition("=")[2] for line in lines if line.startswith("removeipc=")]
+    runs, off = (root / "run/systemd/users").exists(), chosen and chosen[-1] in ("no", "false", "off", "0")
+    if not runs or off or os.getuid() < 1000:  # it spares system users
+        return Finding("logout", Level.OK, "no logout removes control segments from /dev/shm")
+    cure = (
+        "RemoveIPC=no in /etc/systemd/logind.conf, or `loginctl enable-linger`, for trainers that outlive the session"
+    )
+    text = (
+        "systemd-logind removes this user's control segments when the user logs out (RemoveIPC): no worker can attach"
+    )
+    return Finding("logout", Level.WARNING, text, cure)
+
+
 def arenas(root: Path) -> Finding:
     """What is in /dev/shm already."""
     try:
@@ -237,7 +254,7 @@ def cuda(root: Path) -> Finding:
 
 
 CHECKS: tuple[Callable[[Path], Finding], ...] = (
-    system, shared_memory, arenas, memory, memfd, opening, huge_pages, numa, containers, descriptors, cuda,
+    system, shared_memory, remove_ipc, arenas, memory, memfd, opening, huge_pages, numa, containers, descriptors, cuda,
 )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import math
 import os
 import time
@@ -14,6 +15,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -41,6 +43,7 @@ from .leftovers import sweep, sweep_some
 T = TypeVar("T")
 
 _LOOK_FOR_NAME = 0.005  # seconds between two looks for an arena that does not exist yet
+_CLOSED = 1  # the state of an arena; native/include/shmsync/layout.hpp
 _LOCK_WAIT = 1.0  # seconds; a sweeper that is not stopped has the lock for microseconds
 
 
@@ -234,12 +237,36 @@ def attach(
 
 
 def _no_arena(name: str, session: bytes | None, waited: float) -> str:
+    if (pid := _publisher_of_removed(name, session)) is not None:
+        return (
+            f"the segment of arena {name!r} was removed while its publisher (pid {pid}) lives, as cleaners do; "
+            "processes that are attached go on, new ones need a new Publisher. `shmsync doctor` names a usual one"
+        )
     if session is not None:
         return f"there is no arena {name!r} any more; its publisher was closed or has died, start it again"
     return (
         f"there is no arena {name!r}, after waiting {waited:.3g} s for it; start its publisher, check the name, or "
         "give more time with timeout="
     )
+
+
+def _publisher_of_removed(name: str, session: bytes | None) -> int | None:
+    """The pid of a publisher whose segment has lost its name: it alone has the removed file open, for its locks."""
+    for link in glob.iglob("/proc/[0-9]*/fd/*"):
+        with suppress(OSError):  # another user's, or gone
+            if os.readlink(link) != f"{FOLDER}{PREFIX}{name} (deleted)":
+                continue
+            fd = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                header = _native.read_identity(fd)
+                if header is None or not header.ready or session not in (None, header.session):
+                    continue
+                state = _native.read_state(fd, header.slots, header.readers, header.manifest_bytes)
+            finally:
+                close(fd)
+            if state is not None and state["state"] != _CLOSED:  # close() removes the name, too
+                return int(link.split("/")[2])
+    return None
 
 
 def withdraw(name: str, inode: Inode) -> None:

@@ -57,3 +57,14 @@ def test_a_cgroup_that_leaves_little(tmp_path):
     assert "100.0 MiB can be used" in found.text
     (folder / "memory.max").write_text("max\n")
     assert doctor.memory(tmp_path).level is Level.OK
+
+
+def test_a_logout_that_removes_segments(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor.os, "getuid", lambda: 1000)
+    assert doctor.remove_ipc(tmp_path).level is Level.OK  # no logind
+    (tmp_path / "run/systemd/users").mkdir(parents=True)
+    found = doctor.remove_ipc(tmp_path)
+    assert found.level is Level.WARNING and "RemoveIPC=no" in found.cure
+    (tmp_path / "etc/systemd").mkdir(parents=True)
+    (tmp_path / "etc/systemd/logind.conf").write_text("#RemoveIPC=yes\nRemoveIPC = no\n")
+    assert doctor.remove_ipc(tmp_path).level is Level.OK

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 
 import pytest
 import torch
 
 import shmsync
-from support.processes import descriptors
+from support.processes import descriptors, segment_path
 from support.weights import put
 
 
@@ -51,6 +52,19 @@ def test_attach_arguments(publisher):
         shmsync.attach("nobody", timeout=0)
     with shmsync.attach(pub.name) as sub:
         assert sub.name == pub.name
+
+
+def test_a_segment_that_a_cleaner_has_removed(publisher, subscriber):
+    pub = publisher({"t": torch.ones(1)})
+    sub = subscriber(pub)
+    segment_path(pub.name).unlink()
+    for place in (pub.handle, pub.name):
+        with pytest.raises(shmsync.ArenaNotFound, match=rf"removed while its publisher \(pid {os.getpid()}\) lives"):
+            shmsync.Subscriber(place, timeout=0.1)
+    assert sub.wait_version(pub.publish({"t": torch.zeros(1)})) == 2
+    pub.close()
+    with pytest.raises(shmsync.ArenaNotFound, match="there is no arena"):
+        shmsync.Subscriber(pub.handle, timeout=0.1)
 
 
 def test_an_unclosed_subscriber_is_loud(publisher):
