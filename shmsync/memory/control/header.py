@@ -1,6 +1,6 @@
 """A control segment as a file: found by its name, opened, and its header read.
 
-Names: arena "policy" is the POSIX shared-memory object /shmsync.policy.
+Names: arena "policy" is the POSIX shared-memory object /shmsync.policy, the file /dev/shm/shmsync.policy.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-import posix_ipc
-
 from ... import _native
 from ...errors import ArenaCorrupt, ArenaNotFound
-from ..system.calls import close, patient
+from ..system.calls import close
 
 PREFIX = "/shmsync."
 FOLDER = "/dev/shm"
+OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # as shm_open() opens
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # of arenas
 
 
@@ -31,34 +30,32 @@ def opened(name: str) -> Iterator[int | None]:
     """A descriptor of this arena's segment; None when there is none.
 
     Raises ArenaNotFound if it may not be opened, or if it is no plain file: what is read later is read from what was
-    opened here. shm_open() follows no link.
+    opened here. No link is followed, as by shm_open().
     """
     try:
-        memory = patient(lambda: posix_ipc.SharedMemory(PREFIX + name))
-    except posix_ipc.ExistentialError:
+        fd = os.open(FOLDER + PREFIX + name, OPEN)
+    except FileNotFoundError:
         yield None
         return
-    except posix_ipc.PermissionsError as error:
+    except PermissionError as error:
         raise ArenaNotFound(
             f"it is another user's: uid {os.geteuid()} may not open arena {name!r}; run the worker as the user of its "
             "publisher"
         ) from error
-    except ValueError as error:  # so posix_ipc says EINVAL, which is what opening a folder gives
-        raise _squatted(name, "a directory, or a name that no segment has,") from error
     except OSError as error:
         if error.errno not in _NO_FILE:
             raise
         raise _squatted(name, _NO_FILE[error.errno]) from error
     try:
-        mode = os.fstat(memory.fd).st_mode
+        mode = os.fstat(fd).st_mode
         if not stat.S_ISREG(mode):
             raise _squatted(name, "a FIFO" if stat.S_ISFIFO(mode) else "a device")
-        yield memory.fd
+        yield fd
     finally:
-        close(memory.fd)
+        close(fd)
 
 
-_NO_FILE = {  # what shm_open() says of a name that stands for no plain file
+_NO_FILE = {  # what opening a name gives that stands for no plain file
     errno.ELOOP: "a symbolic link",
     errno.EISDIR: "a directory",
     errno.ENXIO: "a socket, or a device that is not there",

@@ -19,15 +19,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-import posix_ipc
-
 from ... import _native
 from ...errors import ArenaCorrupt, ArenaExists, ArenaNotFound, NoSpace, WriterDied
-from ..system.calls import close, hold_for_life, patient, take_lock
+from ..system.calls import close, hold_for_life, take_lock
 from ..system.process import Peer, me, pid_of
 from .header import (
     FOLDER,
     NAME,
+    OPEN,
     PREFIX,
     Inode,
     check_ours,
@@ -147,13 +146,9 @@ def session_of(name: str) -> bytes | None:
 def _make(name: str) -> int | None:
     """A descriptor of a new segment of this name; None when there is one."""
     try:
-        return _with_room_for(
-            lambda: patient(lambda: int(posix_ipc.SharedMemory(PREFIX + name, posix_ipc.O_CREX, mode=0o600).fd))
-        )
-    except posix_ipc.ExistentialError:
+        return _with_room_for(lambda: os.open(FOLDER + PREFIX + name, OPEN | os.O_CREAT | os.O_EXCL, 0o600))
+    except FileExistsError:
         return None
-    except posix_ipc.PermissionsError as error:
-        raise PermissionError(errno.EACCES, f"no segment may be made in {FOLDER}") from error
 
 
 def _allocate(fd: int, size: int) -> None:

@@ -21,7 +21,6 @@ import errno
 import fcntl
 import mmap
 import os
-import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -197,13 +196,13 @@ def map_shared(fd: int, size: int) -> torch.UntypedStorage:
     close(next_free)
     try:
         return cast("torch.UntypedStorage", torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", True, size))
-    except RuntimeError as error:  # its text ends with the errno, as "(12)"
+    except RuntimeError as error:
         # torch leaves the file open when it cannot map it. Nothing else of this process has this one open yet.
         with suppress(OSError):
             if os.path.sameopenfile(next_free, fd):
                 close(next_free)
-        number = re.search(r"\((\d+)\)", str(error))
-        raise OSError(int(number[1]) if number else errno.ENOMEM, str(error)) from error
+        mmap.mmap(fd, size).close()  # raises the system's own error
+        raise OSError(errno.ENOMEM, str(error)) from error
 
 
 def map_readonly(fd: int, size: int) -> torch.UntypedStorage:

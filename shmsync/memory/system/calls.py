@@ -8,13 +8,10 @@ import os
 import select
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TypeVar
 
 from ...errors import NoSpace, ShmSyncError
-
-T = TypeVar("T")
 
 _FLOCK = struct.Struct("@hhqqi0q")  # type, whence, start, length, pid; see fcntl(2)
 
@@ -35,26 +32,10 @@ def refusals(what: str) -> Iterator[None]:
     except ShmSyncError:  # some of them are OSErrors too
         raise
     except (OSError, MemoryError) as error:
-        cure = _CURES.get(_number(error), "try again, and look into the kernel's log")
+        number = (error.errno if isinstance(error, OSError) else None) or errno.ENOMEM
+        cure = _CURES.get(number, "try again, and look into the kernel's log")
         reason = getattr(error, "strerror", None) or str(error) or "no memory"
         raise NoSpace(f"{what} failed, and changed nothing: {reason}; {cure}") from error
-
-
-def _number(error: BaseException) -> int:
-    number: int | None = getattr(error, "errno", None)
-    if number is None and isinstance(error, OSError):  # posix_ipc says these two in words alone
-        said = str(error)
-        number = errno.EMFILE if "files open" in said else errno.ENFILE if "open files" in said else None
-    return number or errno.ENOMEM
-
-
-def patient(call: Callable[[], T]) -> T:
-    """Repeat a call that a signal interrupted, for libraries that do not do so themselves."""
-    while True:
-        try:
-            return call()
-        except InterruptedError:
-            continue
 
 
 def close(fd: int) -> None:
