@@ -14,10 +14,8 @@ for its next publisher, which continues the numbers of its versions.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
-import math
 import os
 import re
 import secrets
@@ -34,8 +32,6 @@ from .header import FOLDER, NAME, PREFIX, opened
 _log = logging.getLogger("shmsync")
 
 _MOMENT = 0.002  # seconds that a new publisher sweeps; a few dozen segments
-_LISTED = 4000  # entries of /dev/shm that a new publisher lists; of n times as many, every nth publisher lists all
-_ENTRY = 20  # bytes that tmpfs counts for an entry in the size of a folder
 _MADE_UP = re.compile(r"[0-9]+-[0-9a-f]{12}")
 
 
@@ -131,67 +127,31 @@ def sweep_some(seconds: float = _MOMENT) -> None:
 
     It starts anywhere, so that each segment has its turn in the end.
     """
+    deadline = time.monotonic() + seconds
     try:
-        # Listing takes 0.5 µs for each entry, whosever they are.
-        pages = 1 + os.stat(FOLDER).st_size // (_ENTRY * _LISTED)
-        if math.isfinite(seconds) and secrets.randbelow(pages):
-            return
         found = [name for name in _listed() if _MADE_UP.fullmatch(name)]
-        start = secrets.randbelow(len(found) + 1)
     except (OSError, MemoryError):
         return
-    deadline = time.monotonic() + seconds
-    living: set[int] = set()
+    start = secrets.randbelow(len(found) + 1)
     for name in found[start:] + found[:start]:
         if time.monotonic() > deadline:
             break
         with suppress(ShmSyncError, OSError, MemoryError):
-            if _is_left_over(name, living):
+            if os.lstat(FOLDER + PREFIX + name).st_uid == os.geteuid():  # root may sweep others', but does not
                 sweep(name)
 
 
-def _is_left_over(name: str, living: set[int]) -> bool:
-    """Is it of this user, and without doubt unused? sweep() looks again, under the lock.
-
-    `living`: other processes that were found alive, which are not looked at again; more are added.
-    """
-    with opened(name) as fd:
-        if fd is None or os.fstat(fd).st_uid != os.geteuid():
-            return False
-        header = _native.read_identity(fd)
-        if _header.foreign(header):
-            return False
-        if header is None or not header.ready:
-            return not _header.locked(fd)
-        if header.magic != _native.MAGIC or header.boot_id != me().boot_id or header.owner in living:
-            return False
-        if not may_live(header, fd):
-            return True
-        if header.owner != me().owner:
-            living.add(header.owner)
-        return False
-
-
 def may_live(header: _native.Header, fd: int) -> bool:
-    """Could the owner be alive? `fd`: of its segment, opened here."""
+    """Could the owner be alive? `fd`: of its segment, opened here.
+
+    Its lock tells where its pid does not: in another pid namespace, and for this process, whose exec of the same
+    program leaves the owner word as it was.
+    """
     here = me()
-    if header.magic != _native.MAGIC or header.boot_id != here.boot_id:
+    if header.magic != _native.MAGIC:
         return False
-    if header.pid_namespace != here.pid_namespace:
+    if header.owner == here.owner or (header.boot_id, header.pid_namespace) != here[1:]:
         return is_held(fd)
     if header.abi != _native.ABI:  # of its owner word we know the pid only
         return exists(pid_of(header.owner))
-    if header.owner == here.owner:
-        return not _is_of_an_earlier_program(header)
     return not Peer(owner=header.owner).dead
-
-
-def _is_of_an_earlier_program(header: _native.Header) -> bool:
-    """Did this process make it before it ran this program? Then its slab is gone from here.
-
-    Where addresses are fixed, an exec of the same program leaves the owner word as it was.
-    """
-    try:
-        return os.fstat(header.slab_fd).st_ino != header.slab_inode
-    except OSError as error:
-        return error.errno == errno.EBADF  # anything else tells nothing

@@ -66,18 +66,16 @@ def test_what_is_proven_dead_is_swept(dead, name):
     assert not swept(dead, name)  # its next publisher continues its numbers
 
 
-def test_no_process_of_another_container_holds_its_lock(dead):
-    write(dead, NAMESPACE, bytes(8))
+@pytest.mark.parametrize(
+    ("offset", "data"), [(NAMESPACE, bytes(8)), (BOOT_ID, bytes(16))], ids=["another pid namespace", "another boot"]
+)
+def test_no_process_elsewhere_holds_its_lock(dead, offset, data):
+    write(dead, offset, data)
     assert swept(dead)
 
 
-@pytest.mark.parametrize(
-    ("offset", "data"),
-    [(BOOT_ID, bytes(16)), (MAGIC, b"whatever")],
-    ids=["another boot", "no arena at all"],
-)
-def test_what_cannot_be_found_out_is_left_alone(dead, offset, data):
-    write(dead, offset, data)
+def test_what_is_no_arena_is_left_alone(dead):
+    write(dead, MAGIC, b"whatever")
     assert not swept(dead)
 
 
