@@ -7,11 +7,17 @@ collection: what is done there needs no lock that the collecting thread could no
 
 from __future__ import annotations
 
+import struct
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+from uuid import UUID
+
+from ...errors import ArenaCorrupt
+
+HANDLE_SIZE = 64  # bytes of CUDA's own handles
 
 
 class Block:
@@ -96,3 +102,41 @@ class Blocks:
             if self._open.get(handle) is mapping:
                 del self._open[handle]
             self._close(mapping.address)
+
+
+_MAGIC = b"CUDA"
+_VERSION = 1
+_LAYOUT = struct.Struct(f"<4sIQ16s{HANDLE_SIZE}s")  # magic, version, bytes of the slab, UUID, CUDA's own handle
+
+
+class SlabHandle(NamedTuple):
+    """The handle of a slab, as it stands in the header of the control segment.
+
+    It names the GPU by its UUID, since processes may see the same GPU under different numbers.
+    """
+
+    size: int
+    uuid: bytes
+    memory: bytes
+
+    def packed(self) -> bytes:
+        """As bytes for the header."""
+        return _LAYOUT.pack(_MAGIC, _VERSION, *self)
+
+
+def unpacked(data: bytes) -> SlabHandle:
+    """The handle in these bytes. Raises ArenaCorrupt."""
+    if len(data) < _LAYOUT.size:
+        raise ArenaCorrupt(f"the handle of GPU memory has {len(data)} bytes, not {_LAYOUT.size}")
+    magic, version, *rest = _LAYOUT.unpack_from(data)
+    if (magic, version) != (_MAGIC, _VERSION):
+        raise ArenaCorrupt(
+            f"the handle of GPU memory begins with {magic!r}, version {version}, not {_MAGIC!r}, version {_VERSION}; "
+            "trainer and workers must run the same shmsync version"
+        )
+    return SlabHandle(*rest)
+
+
+def named(uuid: bytes) -> str:
+    """A UUID as nvidia-smi writes it."""
+    return f"GPU-{UUID(bytes=uuid)}"

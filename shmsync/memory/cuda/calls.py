@@ -17,13 +17,12 @@ from typing import Any
 import torch
 
 from ..torch_modes import plainly
-from .blocks import Block
+from .blocks import HANDLE_SIZE, Block
 
 STREAM_NON_BLOCKING = 1  # such a stream does not wait for the default stream, nor that one for it
 EVENT_NO_TIMING = 2
 HOST_PORTABLE = 1
 IPC_LAZY_PEER_ACCESS = 1
-HANDLE_SIZE = 64
 
 Answer = tuple[Any, ...]
 

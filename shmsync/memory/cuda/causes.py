@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from ...errors import ArenaNotFound, DeviceFailed, NoSpace, ProtocolError, ShmSyncError
 
 OUT_OF_MEMORY = 2
@@ -15,34 +12,23 @@ CAPTURE_ELSEWHERE = 906  # asked of the default stream while a stream that block
 _RESTART = "CUDA cannot be used in this process any more; end it, and look for the kernel that failed before this call"
 _SHARING = (
     "trainer and workers must see the same GPU, and in containers share ipc and pid namespaces (--ipc, --pid); "
-    "docs/gpu.md lists where sharing does not work"
+    "`shmsync doctor` and docs/gpu.md have the systems where sharing does not work"
 )
 
-# What to do about codes that mean the same wherever they come from.
+# What to do about the common codes.
 _CURES = {
-    17: "the memory was freed, or belongs to another process",
-    34: "a stub of libcuda is loaded instead of the driver's; take the stubs out of LD_LIBRARY_PATH",
     35: "the driver is older than cuda-bindings; install those of the driver's version: pip install 'cuda-bindings<13'",
     46: "another process uses the GPU alone (nvidia-smi -c DEFAULT lets several use it)",
     100: "no GPU is visible; look at CUDA_VISIBLE_DEVICES, and in a container at --gpus",
     101: "fewer GPUs are visible; look at CUDA_VISIBLE_DEVICES",
-    201: "the CUDA context of this process is gone; was cudaDeviceReset() called?",
     205: _SHARING,
     206: _SHARING,
-    214: "the GPU's memory has an error that cannot be corrected; see `nvidia-smi -q -d ECC`, and use another GPU",
     217: "the two GPUs cannot reach each other's memory; let trainer and worker use the same GPU",
-    304: "the system refused something to the driver; see the kernel's log, and in containers " + _SHARING,
-    400: "a stream or an event was destroyed while it was used, or is of another device",
+    304: _SHARING,
     709: "the CUDA context of this process is gone; was cudaDeviceReset() called?",
-    711: "the GPU has as many peers as it can have; let trainer and worker use the same GPU",
     801: _SHARING,
-    802: "the fabric manager is not ready; see `systemctl status nvidia-fabricmanager`",
     803: "driver and libcuda are of different versions; in a container, mount the host's",
     805: "the MPS server cannot be reached; is nvidia-cuda-mps-control running, with this CUDA_MPS_PIPE_DIRECTORY?",
-    806: "the MPS server has failed; start it again",
-    807: "the MPS server is not ready; try again",
-    808: "the MPS server has as many clients as it can have; use fewer workers",
-    810: "another client of the MPS server failed, which ends all of them; restart trainer and workers",
 }
 _OTHERS = "see whether `nvidia-smi` shows the driver running; docs/gpu.md lists what shmsync needs of it"
 _LOST = (226, 700, 702, 710, *range(714, 720), 721)  # the context has failed for good
@@ -75,36 +61,14 @@ def refused(doing: str, error: CudaError, device: str, needed: int | None = None
         return NoSpace(f"{text}{amount}; use fewer slots, a smaller dtype=, or free memory of the GPU")
     if error.code in _LOST:
         return DeviceFailed(f"{text}; {_RESTART}")
-    return DeviceFailed(f"{text}; {_CURES.get(error.code, _OTHERS)}{''.join(_surroundings(error.code))}")
+    return DeviceFailed(f"{text}; {_CURES.get(error.code, _OTHERS)}")
 
 
 def not_opened(error: CudaError, device: str) -> ShmSyncError:
     """The error for memory of another process that could not be opened."""
     if error.code in _LOST or error.code in CAPTURES or error.code == OUT_OF_MEMORY:
         return refused("opening the memory of another process", error, device)
-    cure = _CURES.get(error.code, _SHARING) if error.code not in (17, 400) else _SHARING
     return ArenaNotFound(
         f"the memory that the publisher has on {device} could not be opened: {error}. Either the publisher has just "
-        f"ended, then attach to its new arena; or it cannot be shared: {cure}{''.join(_surroundings(error.code))}"
+        f"ended, then attach to its new arena; or it cannot be shared: {_CURES.get(error.code, _SHARING)}"
     )
-
-
-def _surroundings(code: int) -> list[str]:
-    """What is known of this machine that makes sharing fail."""
-    if code not in (1, 205, 206, 217, 304, 400, 801):
-        return []
-    found = []
-    if "microsoft" in _read("/proc/sys/kernel/osrelease").lower():
-        found.append("; this is WSL, where GPU memory may not be shared between processes: use device='cpu'")
-    if _read("/proc/device-tree/model") and Path("/etc/nv_tegra_release").exists():
-        found.append("; this is a Tegra, whose memory cannot be shared between processes: use device='cpu'")
-    if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
-        found.append("; CUDA_VISIBLE_DEVICES names a MIG instance: trainer and workers must use the same one")
-    return found
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except (OSError, UnicodeDecodeError):
-        return ""

@@ -19,10 +19,9 @@ from ... import _native
 from ...errors import ArenaCorrupt, DeviceFailed, ForkedHandle, NoSpace, ProtocolError
 from ..slab.available import refuse_too_large
 from ..torch_modes import plainly
-from .blocks import Block, Blocks
+from .blocks import Block, Blocks, SlabHandle, unpacked
 from .calls import EVENT_NO_TIMING, HOST_PORTABLE, STREAM_NON_BLOCKING, Answer, CudaCalls, TorchSide
 from .causes import CAPTURE_ELSEWHERE, NOT_READY, CudaError, not_opened, refused
-from .handle_format import SlabHandle, unpacked
 from .streams import GpuEvent, GpuStream, stream_or_event
 
 # CUDA cuts smaller allocations out of a block of this size, and a handle shares the whole block.

@@ -10,9 +10,9 @@ import torch
 
 from ... import _native
 from ...errors import ArenaNotFound, DeviceFailed, ForkedHandle
+from .blocks import named, unpacked
 from .calls import CudaCalls, TorchSide
 from .gpu import Gpu, uuid_of
-from .handle_format import named, unpacked
 
 _DRIVER = "libcuda.so.1"
 

@@ -10,8 +10,8 @@ from shmsync import _native
 from shmsync.errors import ArenaCorrupt, ArenaNotFound, DeviceFailed, ForkedHandle, ShmSyncError
 from shmsync.memory import devices
 from shmsync.memory.cuda import visible
+from shmsync.memory.cuda.blocks import SlabHandle
 from shmsync.memory.cuda.gpu import Gpu
-from shmsync.memory.cuda.handle_format import SlabHandle
 from support.devices.standin_cuda import BLOCK, GIVE_BACK, TALK, Proxy, World, gpu
 from support.devices.standin_torch import tensor
 

@@ -4,8 +4,8 @@ import pytest
 
 from shmsync import _native
 from shmsync.errors import ArenaCorrupt, ArenaNotFound, DeviceFailed, NoSpace
+from shmsync.memory.cuda.blocks import unpacked
 from shmsync.memory.cuda.gpu import WHOLE_BLOCKS
-from shmsync.memory.cuda.handle_format import unpacked
 from support.devices.standin_cuda import BLOCK, MEMORY, gpu, left, two_processes
 from support.devices.standin_torch import tensor
 
