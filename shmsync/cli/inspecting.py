@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import ShmSyncError
-from ..memory.inspection import ArenaSeen, SlotSeen, command_of, manifest_of, ties
+from ..memory.inspection import ArenaSeen, Condition, SlotSeen, command_of, manifest_of, ties
 from ..memory.manifest import Leaf, Manifest, tree
 from .listing import as_dict
 from .measures import look_twice, not_found
@@ -188,7 +188,7 @@ def _readers(seen: ArenaSeen) -> list[list[str]]:
             str(reader.reads),
             str(reader.torn),
             str(reader.retries),
-            command_of(reader.pid),
+            command_of(reader.pid) if reader.condition is not Condition.UNKNOWN else "",
         ]
         for reader in ordered
     ]

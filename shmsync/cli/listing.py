@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from ..memory.inspection import ArenaSeen, command_of
+from ..memory.inspection import ArenaSeen, Condition, command_of
 from .measures import look_twice
 from .output import Commands, Page, command, duration, per_second, seconds, size
 
@@ -58,7 +58,8 @@ def as_dict(seen: ArenaSeen, rate: float | None) -> dict[str, Any]:
     if not seen.readable:
         found |= dict.fromkeys(("version", "state", "bytes", "slot_bytes", "max_readers", "session", "gated"))
     for reader in found["readers"]:
-        reader["command"] = command_of(reader["pid"])
+        known = reader["condition"] is not Condition.UNKNOWN  # else the pid is another process here
+        reader["command"] = command_of(reader["pid"]) if known else ""
     return found
 
 

@@ -14,14 +14,13 @@ import torch
 
 from .. import _native
 from ..errors import ClosedError, NoSpace
-from . import deferred_free as lent
 from .control import segment
 from .devices import Device, OnDevice, has_address
 from .manifest import Key, Leaf, Manifest, fingerprint, tree
 from .slab import slab
 from .slab.slab import Slab
 from .system.calls import close, refusals
-from .system.process import me
+from .system.process import Peer, me
 from .torch_modes import plainly, run_plainly
 
 if TYPE_CHECKING:
@@ -183,7 +182,7 @@ class Arena:
     def release(self) -> None:
         """Drop what this object holds; the mappings live until the last tensor over them dies."""
         if self._slab is not None and self.on_device is not None:
-            lent.free(self.on_device, self.control)
+            _free_on_device(self.on_device, self.control)
             if self._slab.writable is not None:
                 close(self._slab.fd)
         self._slab = None
@@ -245,8 +244,41 @@ def _beside(device: Device, size: int) -> Slab:
     try:
         return slab.beside(device, size)
     except NoSpace:
-        lent.sweep()
+        free_unused()
     return slab.beside(device, size)
+
+
+# Memory of the host is counted by the system. That of a device may go with its owner, and CUDA leaves open what readers
+# find there then. So a closed publisher keeps it until the last row of a living process is gone; each arena that this
+# process closes on a device looks again, and one for which there is no room. It ends with the process in any case.
+_lent: list[tuple[OnDevice, _native.Control, int]] = []  # the last one: of which process, see fork_generation()
+_lent_lock = threading.RLock()
+
+
+def _free_on_device(place: OnDevice, control: _native.Control) -> None:
+    """Give an arena's memory on a device back: now, or once no other process maps it."""
+    free_unused()
+    if place.reads is None and _open_elsewhere(control):
+        with _lent_lock:
+            _lent.append((place, control, _native.fork_generation()))
+    else:
+        place.free()
+
+
+def free_unused() -> int:
+    """Free the memory of closed arenas on devices that no process has open any more; how many are still lent."""
+    with _lent_lock:
+        _lent[:] = [each for each in _lent if each[2] == _native.fork_generation()]  # the rest is the parent's
+        for each in list(_lent):
+            if not _open_elsewhere(each[1]):
+                _lent.remove(each)
+                each[0].free()
+        return len(_lent)
+
+
+def _open_elsewhere(control: _native.Control) -> bool:
+    mine = me().owner
+    return any(owner != mine and not Peer(owner=owner).dead for _, owner in control.owners())
 
 
 def nested(tensors: Mapping[Key, Any]) -> TensorDict:

@@ -143,7 +143,7 @@ def _look(name: str, fd: int, peers: Peers) -> ArenaSeen:
     if header is None or not header.ready:
         if os.geteuid() != status.st_uid:
             return ArenaSeen(name, Condition.UNKNOWN, _header.nobody_proven_dead(status.st_uid), None, age)
-        return _being_made(name, fd, status, age)
+        return _being_made(name, fd, header, age)
     try:
         check_readable(name, header)
     except ArenaCorrupt as error:
@@ -205,28 +205,15 @@ def _condition(owner: int, peers: Peers, header: _native.Header) -> Condition:
     return Condition.ALIVE if state == "live" else Condition(state)
 
 
-def _being_made(name: str, fd: int, status: os.stat_result, age: float) -> ArenaSeen:
+def _being_made(name: str, fd: int, header: _native.Header | None, age: float) -> ArenaSeen:
     """An arena that is not ready: who is at work on it, or was."""
-    pid = _holder_of_lock(status)
-    if pid is None and not locked(fd):
+    if not locked(fd):
         why = f"its publisher died before the first version was published; {_CLEAN}"
         return ArenaSeen(name, Condition.DEAD, why, None, age)
+    pid = _pid(header) if header is not None and header.owner else None
     who = "another process" if pid is None else f"pid {pid}"
     why = f"{who} is making it, and copies the first version; no process can attach before that is done"
     return ArenaSeen(name, Condition.NOT_READY, why, pid, age)
-
-
-def _holder_of_lock(status: os.stat_result) -> int | None:
-    """The process that holds the flock of a file, from /proc/locks; None when none does, or it cannot be seen."""
-    place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    try:
-        lines = Path("/proc/locks").read_text().splitlines()
-    except OSError:
-        return None
-    for words in map(str.split, lines):
-        if len(words) >= 6 and words[1] == "FLOCK" and words[5] == place and words[4].isdigit() and words[4] != "0":
-            return int(words[4])
-    return None
 
 
 def look_at_all(names: Iterable[str] | None, peers: Peers) -> list[ArenaSeen]:

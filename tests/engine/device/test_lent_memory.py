@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shmsync
-from shmsync.memory import deferred_free as lent
+from shmsync.memory.arena import free_unused
 from support.devices.on_simulated import attach_there, close_there, value_there
 from support.devices.simulated import everywhere
 from support.processes import until
@@ -14,7 +14,7 @@ from support.processes import until
 def device():
     with everywhere(seed=3, longest=0.0005) as device:
         yield device
-    assert lent.sweep() == 0
+    assert free_unused() == 0
 
 
 @pytest.mark.parametrize("end", ["close", "kill"])
@@ -24,11 +24,11 @@ def test_memory_that_a_worker_has_open_is_kept(start, device, end):
     worker.call(attach_there, pub.handle)
     pub.close()
     assert len(device._descriptors) == 1
-    assert lent.sweep() == 1
+    assert free_unused() == 1
     assert worker.call(value_there) == {1.0}
     if end == "close":
         worker.call(close_there)
     else:
         worker.kill()
-    until(lambda: lent.sweep() == 0)
+    until(lambda: free_unused() == 0)
     assert device._descriptors == {}
