@@ -1,6 +1,6 @@
 """Worker processes of one publisher: started with it, watched while it publishes, ended before it closes.
 
-pool.py has the trainer's side, rank_process.py what runs in a worker.
+process.py has one process as its trainer sees it, worker_process.py what runs in it, pool.py the Workers.
 May be imported by collectors and cli.
 """
 

@@ -3,99 +3,38 @@
 from __future__ import annotations
 
 import logging
-import math
 import multiprocessing
 import os
 import pickle
+import select
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from multiprocessing.connection import wait
+from multiprocessing import util
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 
 from ..engine.deadlines import timeout_or_none, whole
-from ..engine.outcome import Failure, RemoteTraceback, listed
+from ..engine.outcome import RemoteTraceback, listed
 from ..engine.publisher import Publisher, writer_of
 from ..errors import ProtocolError, WorkerDied, WorkerFailed
-from ..memory.system.exiting import stay_if_exiting
-from ..memory.system.process import Peer, start_process
-from ..schemes.link.connection import Channel
 from .importable import check_importable
-from .memory_kills import memory_kills
-from .rank_process import FAILED, LEAVE, WorkerStart, run
+from .process import EXIT_CODE, Process, end_at_exit, leave
+from .worker_process import LEAVE, attach_and_work
 
 StartMethod = Literal["forkserver", "spawn", "fork"]
 
 # Not tensordict, which takes as long to import as torch: a worker that only calls its module uses none. Where the
 # trainer has it, workers may need it too, and it is imported once for all.
-_PRELOADED = ["torch", "shmsync", "shmsync.workers.rank_process"]
+_PRELOADED = ["torch", "shmsync", "shmsync.workers.worker_process"]
 _START = 300.0  # seconds to attach: importing torch takes long on a busy machine, and a death ends the wait
-_EXIT_CODE = 1.0  # seconds; a fork server reports an exit code a moment after the death
 _TERMINATED = 2.0  # seconds from SIGTERM to SIGKILL
 _MOST = 4096
 
 _log = logging.getLogger("shmsync")
-
-
-class _RankProcess:
-    """One worker process and its pipe."""
-
-    def __init__(self, context: Any, spec: WorkerStart, work: Callable[..., object], args: tuple[Any, ...]) -> None:
-        self.rank = spec.rank
-        self.failure: Failure | None = None
-        self.reported = False  # its failure or death was raised, or it was ended on purpose
-        ours, self._theirs = context.Pipe()
-        self.connection, self.channel = ours, Channel.of(ours)
-        self._method = context.get_start_method()
-        name = f"shmsync-worker-{spec.rank}"
-        self.process = context.Process(target=run, args=(spec, work, args, self._theirs), name=name, daemon=True)
-
-    def start(self) -> None:
-        try:
-            start_process(self.process)
-        except RuntimeError as error:
-            if "SemLock" not in str(error):
-                raise
-            raise ProtocolError(
-                "a queue or lock in args= was made by multiprocessing itself, so only forked processes can use it. "
-                f"Make it with multiprocessing.get_context({self._method!r}).Queue(), or pass start_method='fork'"
-            ) from error
-        finally:
-            self._theirs.close()
-
-    @property
-    def running(self) -> bool:
-        return self.process.pid is not None and self.process.exitcode is None
-
-    def listen(self) -> None:
-        """Read what it has reported."""
-        with suppress(EOFError):  # it has sent everything
-            while not self.channel.closed and (message := self.channel.peek()) is not None:
-                word, content = message[0]
-                if word == FAILED:
-                    self.failure = content
-                del self.channel.arrived[0]  # last: an interrupted listen() handles the message again
-
-    @property
-    def died(self) -> bool:
-        """Has it ended other than by returning, and without an exception that it reported?"""
-        return self.failure is None and self.process.exitcode not in (None, 0)
-
-    def end(self, grace: float) -> None:
-        """End it if it runs: SIGTERM, and SIGKILL after `grace` seconds. Idempotent."""
-        if self.running:
-            self.process.terminate()
-            self.process.join(grace)
-        if self.running:
-            self.process.kill()
-            self.process.join()
-        self.listen()
-        self.connection.close()
 
 
 class Workers:
@@ -171,12 +110,13 @@ class Workers:
             needed = ["tensordict"] if "tensordict" in sys.modules else []
             self._context.set_forkserver_preload(_PRELOADED + needed)
         self._pid = os.getpid()
-        self._members: dict[int, _RankProcess] = {}
+        self._members: dict[int, Process] = {}
+        self._poll = select.poll()  # for what the members do next
         self._started = 0  # processes so far, so that a restarted worker draws new random numbers
-        self._memory_kills = 0
         self._ending = False
         self._writer.not_started[self] = self._count
         self._used = False  # neither started nor closed
+        util.Finalize(self, end_at_exit, (self._members,), exitpriority=30)  # before the publisher's end
 
     @property
     def procs(self) -> list[Any]:
@@ -186,7 +126,7 @@ class Workers:
     @property
     def alive(self) -> list[int]:
         """The ranks of the workers that run, as wait= takes them."""
-        return [rank for rank, member in sorted(self._members.items()) if member.running]
+        return [rank for rank, member in sorted(self._members.items()) if not member.dead]
 
     def restart(self, rank: int) -> None:
         """End this worker if it runs, start another one in its place, and wait until that is attached.
@@ -199,11 +139,12 @@ class Workers:
         if member is None:
             known = f"the workers are {sorted(self._members)}" if self._members else "none was started"
             raise ValueError(f"there is no worker {rank!r}, {known}")
+        member.read()
         unsaid, died = not member.reported, member.died
         member.reported = True  # before it is ended here: a wait of another thread would take that for a death
         self._end_member(member, _TERMINATED)
         if unsaid and (member.failure or died):
-            self._log_failure(member, ", and is started again")
+            self._log_failure(rank, member, ", and is started again")
         self._start([rank])
 
     def start(self) -> Workers:
@@ -250,8 +191,9 @@ class Workers:
         if self._pid != os.getpid() or not self._members:  # a fork's workers are the trainer's; or none was started
             return
         try:
-            members = list(self._members.values())
-            late = self._leave(members)
+            members = dict(self._members)
+            patience = self._writer.timeout if self._timeout is None else self._timeout
+            late = leave(self._members, pickle.dumps(LEAVE), time.monotonic() + patience)
         except BaseException:  # Ctrl-C while it waits
             self._end(0.0)
             raise
@@ -262,11 +204,15 @@ class Workers:
                 "sub.publisher_alive is False, and must not wait for a queue that is no longer read",
                 listed(late),
             )
-        lost = [m for m in members if not m.reported and (m.failure or m.died) and m.rank not in late]
-        for member in lost if error is not None else lost[1:]:
-            self._log_failure(member)
+        lost = [
+            (rank, member)
+            for rank, member in members.items()
+            if rank not in late and not member.reported and (member.failure is not None or member.died)
+        ]
+        for rank, member in lost if error is not None else lost[1:]:
+            self._log_failure(rank, member)
         if error is None and lost:
-            self._raise(lost[0], self._writer.current[0])
+            self._raise(*lost[0], self._writer.current[0])
 
     def __del__(self) -> None:
         if not getattr(self, "_used", True):
@@ -277,69 +223,62 @@ class Workers:
             )
 
     def _look(self, version: int) -> None:
-        """Restart the dead as often as that is allowed; raise what a worker failed with, or how it died."""
-        if self._ending:  # in another thread: their deaths are on purpose
+        """Restart the dead as often as that is allowed; raise what a worker failed with, or how it died.
+
+        Each publish and each update() calls it before it writes, and waits for acks in every slice.
+        """
+        if self._ending or not self._poll.poll(0):  # their deaths are on purpose; or nothing has happened
             return
         for member in list(self._members.values()):
-            member.listen()
+            member.read()
+        for rank, member in list(self._members.items()):
             if member.reported:
                 continue
-            if member.died and self._restarts_left[member.rank] > 0:
-                self._restarts_left[member.rank] -= 1
-                self.restart(member.rank)
+            if member.died and self._restarts_left[rank] > 0:
+                self._restarts_left[rank] -= 1
+                self.restart(rank)
             elif member.failure is not None or member.died:
-                self._raise(member, version)
+                self._raise(rank, member, version)
+        self._watch()
+
+    def _watch(self) -> None:
+        self._poll = select.poll()
+        for member in list(self._members.values()):
+            member.watch(self._poll)
 
     def _explains(self, error: WorkerDied) -> bool:
         """As _look(), when the reader table shows deaths. Do all of these workers run again?"""
         for rank, member in list(self._members.items()):
             if rank in error.missing:
-                member.process.join(_EXIT_CODE)
+                member.process.join(EXIT_CODE)
         self._look(error.version or 0)
         return self._ending or set(error.missing) <= set(self.alive)
 
     def _start(self, ranks: Iterable[int]) -> None:
         """Start these workers and wait until they are attached."""
         ranks = list(ranks)
-        writer = writer_of(self._pub)
-        self._memory_kills = memory_kills()
         for rank in ranks:
-            writer.forget_acks(rank)
+            self._writer.forget_acks(rank)
             seed = (torch.initial_seed() + rank + self._count * (self._started // self._count)) % 2**63
-            spec = WorkerStart(self._pub.handle, rank, self._threads, seed)
-            self._members[rank] = _RankProcess(self._context, spec, self._work, self._args)
-            self._members[rank].start()
+            args = (self._pub.handle, rank, self._work, *self._args)
+            self._members[rank] = Process(
+                self._context, f"worker {rank}", attach_and_work, args, seed=seed, threads=self._threads
+            )
             self._started += 1
         deadline = time.monotonic() + (_START if self._timeout is None else self._timeout)
         while ranks:
             procs = {rank: self._members[rank].process for rank in ranks}
             try:
                 self._pub.wait_readers(ranks, timeout=max(0.0, deadline - time.monotonic()), procs=procs)
-                return
+                break
             except WorkerDied as error:
-                ended = [self._members[rank] for rank in ranks if rank in error.missing]
-                for member in ended:
-                    member.process.join(_EXIT_CODE)
-                    member.listen()
-                    if member.failure is not None or member.died:
-                        self._raise(member, error.version)
+                for rank in ranks:
+                    member = self._members[rank]
+                    member.read()
+                    if rank in error.missing and (member.failure is not None or member.died):
+                        self._raise(rank, member, error.version)
                 ranks = [rank for rank in ranks if rank not in error.missing]  # their function has returned already
-
-    def _leave(self, members: list[_RankProcess]) -> list[int]:
-        """Tell the workers that the trainer leaves, and wait for their end; the ranks of those that are late."""
-        for member in members:
-            if member.running:
-                member.channel.send(pickle.dumps(LEAVE))
-        deadline = time.monotonic() + (self._writer.timeout if self._timeout is None else self._timeout)
-        while (living := [member for member in members if member.running]) and time.monotonic() < deadline:
-            left = deadline - time.monotonic()
-            sources: list[Any] = [member.process.sentinel for member in living]
-            sources += [member.connection for member in living if not member.channel.ended]
-            wait(sources, None if math.isinf(left) else max(0.0, left))
-            stay_if_exiting()
-            for member in members:  # a long report would keep its worker in its send
-                member.listen()
-        return [member.rank for member in living]
+        self._watch()
 
     def _end(self, grace: float) -> None:
         """End every worker, also if it is interrupted meanwhile."""
@@ -348,7 +287,7 @@ class Workers:
         while self._members:
             try:
                 for member in self._members.values():  # all at once, so that they have the same time
-                    if member.running:
+                    if not member.dead:
                         member.process.terminate()
                 rank, member = next(iter(self._members.items()))
                 self._end_member(member, grace)
@@ -359,37 +298,35 @@ class Workers:
         if interrupted is not None:
             raise interrupted
 
-    def _end_member(self, member: _RankProcess, grace: float) -> None:
-        pid = member.process.pid
+    def _end_member(self, member: Process, grace: float) -> None:
         member.end(grace)
-        if pid is not None and not self._writer.closed:
-            writer_of(self._pub).free_rows_of(pid)
+        if not self._writer.closed and member.process.pid is not None:
+            self._writer.free_rows_of(member.process.pid)
 
-    def _log_failure(self, member: _RankProcess, then: str = "") -> None:
+    def _log_failure(self, rank: int, member: Process, then: str = "") -> None:
         trace = "" if member.failure is None else f":\n{member.failure.trace}"
         verb = "died" if member.failure is None else "failed"
-        _log.warning("worker %d %s (%s)%s%s", member.rank, verb, Peer(process=member.process), then, trace)
+        _log.warning("worker %d %s (%s)%s%s", rank, verb, member.how, then, trace)
 
-    def _raise(self, member: _RankProcess, version: int | None = None) -> None:
+    def _raise(self, rank: int, member: Process, version: int | None = None) -> None:
         member.reported = True
-        peer = Peer(process=member.process)
         if member.failure is not None:
             cause = member.failure.exception()
             cause.__cause__ = RemoteTraceback(member.failure.trace)
             raise WorkerFailed(
-                f"worker {member.rank} ({peer}) raised {member.failure.summary.rstrip('.')}. Its traceback is above. "
-                f"Inside the `with` the others go on, and workers.restart({member.rank}) starts another one",
+                f"worker {rank} ({member.how}) raised {member.failure.summary.rstrip('.')}. Its traceback is above. "
+                f"Inside the `with` the others go on, and workers.restart({rank}) starts another one",
                 version=version,
-                missing=[member.rank],
+                missing=[rank],
             ) from cause
         hint = ""
-        if member.process.exitcode == -9 and memory_kills() > self._memory_kills:
-            hint = ", possibly out of memory: the kernel has killed a process for that since the workers were started"
-        elif (member.process.exitcode or 0) > 0:
+        if not member.began and member.process.exitcode == 1:  # it could not import the main file
             hint = '; its own output has the reason. A script needs `if __name__ == "__main__":` around its start'
+        elif not member.attached:
+            hint = " before it was attached; its own output may have the reason"
         raise WorkerDied(
-            f"worker {member.rank} died ({peer}){hint}. Start another one with workers.restart({member.rank}), or pass "
+            f"worker {rank} died ({member.how}){hint}. Start another one with workers.restart({rank}), or pass "
             "restart= for that",
             version=version,
-            missing=[member.rank],
+            missing=[rank],
         )

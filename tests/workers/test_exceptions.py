@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import pytest
 
@@ -35,6 +36,32 @@ def test_an_exception_is_raised_by_the_next_publish_that_waits():
         assert other.value.missing == [1 - rank]
         assert pub.publish(stamped(pub.version + 1), wait=True)
         until(lambda: workers.alive == [])
+
+
+def test_an_exception_is_printed_at_once_and_raised_by_a_call_that_waits_for_nothing(pub, capfd):
+    with shmsync.Workers(pub, jobs.fail_at, 2, args=(2,), start_method="fork") as workers:
+        pub.publish(stamped(2))
+        until(lambda: workers.alive == [])
+        assert "shmsync-worker-1 (pid " in (printed := capfd.readouterr().err)
+        assert printed.count("ValueError: the environment broke") == 2
+        for call in (pub.publish, pub.update().__enter__):
+            with pytest.raises(shmsync.WorkerFailed, match="the environment broke"):
+                call()
+        assert pub.version == 2
+        assert pub.publish() == 3  # each is raised once
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_an_argument_that_fails_in_the_worker_is_named(pub, method):
+    with pytest.raises(shmsync.WorkerFailed, match="no such device") as caught:
+        shmsync.Workers(pub, jobs.apply, 1, args=(jobs.Unloadable(),), start_method=method).start()
+    assert isinstance(caught.value.__cause__, OSError)
+    assert "in no_device" in str(caught.value.__cause__.__cause__)
+
+
+def test_an_exit_before_it_is_attached_is_a_death(pub):
+    with pytest.raises(shmsync.WorkerDied, match="exit code 0.* before it was attached"):
+        shmsync.Workers(pub, jobs.apply, 1, args=(jobs.Unloadable(os._exit, 0),)).start()
 
 
 @pytest.mark.parametrize("kind", [ValueError, jobs.Odd])

@@ -98,3 +98,42 @@ def test_a_killed_trainer_takes_its_waiting_workers_along(tmp_path):
             until(lambda pid=pid: not alive(pid))
     for path in Path("/dev/shm").glob(f"shmsync.{run.pid}-*"):
         path.unlink(missing_ok=True)
+
+
+ENDS = """
+import multiprocessing, time
+def sleep(): time.sleep(3600)
+
+def work(sub):
+    child = multiprocessing.get_context("fork").Process(target=sleep)
+    child.start()
+    print(os.getpid(), child.pid, flush=True)
+    os.kill(os.getpid(), STOP)
+    sleep()
+
+if __name__ == "__main__":
+    pub = shmsync.Publisher(make())
+    workers = shmsync.Workers(pub, work, 1)
+    workers.start()
+    time.sleep(2)
+    AT_LAST
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stop", "at_last"),
+    [("signal.SIGSTOP", "raise ValueError('a mistake')"), ("0", "os.kill(os.getpid(), signal.SIGKILL)")],
+    ids=["an exception beside a stopped worker", "a kill beside a busy worker"],
+)
+def test_the_end_of_the_trainer_leaves_no_worker_and_no_child_of_one(tmp_path, stop, at_last):
+    (tmp_path / "program.py").write_text(COMMON + ENDS.replace("STOP", stop).replace("AT_LAST", at_last))
+    run = subprocess.Popen([sys.executable, "program.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    with run:
+        left = [int(pid) for pid in run.stdout.readline().split()]
+        assert run.wait(timeout=60) == (1 if "mistake" in at_last else -signal.SIGKILL)
+        assert len(left) == 2
+        for pid in left:
+            until(lambda pid=pid: not alive(pid))
+    for path in Path("/dev/shm").glob(f"shmsync.{run.pid}-*"):
+        path.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ import torch
 
 from ...memory.system.calls import poll
 from ...memory.system.process import dead_parent
-from ...workers.rank_process import report, seed_generators
+from ...workers.worker_process import report, seed_generators
 from ..buffers import Buffers, BufferSpec
 from ..options import WorkerSpec
 from ..policy_packing import bring
@@ -26,7 +26,7 @@ from .rollout import Rollout
 
 # The words of the trainer, then those of the worker. A message is (word, content).
 LAYOUT, START, COLLECT, STOP = "layout", "start", "collect", "stop"
-HELLO, BATCH, ERROR = "hello", "batch", "error"  # and LAYOUT
+HELLO, BATCH, ERROR = "hello", "batch", "failed"  # and LAYOUT
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
@@ -43,13 +43,13 @@ def run(spec: WorkerSpec, weights: Connection, control: Connection) -> None:
         _Worker(spec, weights, control, envs).serve()
     except BaseException as error:  # of the environments, the policy, or because the trainer is gone
         failed = True
-        report(control, ERROR, error)
+        report(control, error)
     for env in envs:
         try:
             env.close()
         except BaseException as error:
             if not failed:
-                report(control, ERROR, error)
+                report(control, error)
             failed = True
     if failed:
         raise SystemExit(1)

@@ -31,13 +31,13 @@ class Acks(NamedTuple):
 
 
 class WorkerWatch(NamedTuple):
-    """How the waits for acks learn that a process of Workers has failed or died; workers/pool.py has the calls.
+    """How the calls that write learn that a process of Workers has failed or died; workers/pool.py has the calls.
 
     The reader table shows deaths, but neither exceptions nor exit codes.
 
     Attributes:
-        look: called in each slice of a wait for acks of this version, and at its end. Raises what a worker failed
-            with, or WorkerDied for a dead one that is not to be started again.
+        look: called before anything is written, in each slice of a wait for acks, and at its end. Raises what a worker
+            failed with, or WorkerDied for a dead one that is not to be started again.
         explains: called when the reader table shows the deaths that this error names: raises an error that says more.
             True: all of these workers run again, so the error is not to be raised.
     """

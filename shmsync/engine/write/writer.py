@@ -195,6 +195,8 @@ class Writer:
         with self.lock:
             if self.closed or self.device is not None or self.native.writing:
                 self.ready(deadline)
+            if self.worker_watch is not None:
+                self.worker_watch.look(self.current[0])
             plan = self._plan(weights, optional)
             try:
                 return self._write(plan, deadline, acks, after, version)
@@ -380,6 +382,8 @@ class Writer:
         """Get a slot that has the current version, to be written in place; its weights. For Update, with the lock."""
         self.ready(deadline)
         self.refuse_poisoned()
+        if self.worker_watch is not None:
+            self.worker_watch.look(self.current[0])
         looked = None
         if self.adopted is not None:
             self.adopted.warn_of_stray_writes()
