@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import pickle
@@ -12,17 +13,19 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from multiprocessing import util
+from queue import Empty
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 
-from ..engine.deadlines import timeout_or_none, whole
+from ..engine.deadlines import timeout_or_default, timeout_or_none, whole
 from ..engine.outcome import RemoteTraceback, listed
 from ..engine.publisher import Publisher, writer_of
-from ..errors import ProtocolError, WorkerDied, WorkerFailed
+from ..errors import AckTimeout, ProtocolError, WorkerDied, WorkerFailed
 from .importable import check_importable
 from .process import EXIT_CODE, Process, end_at_exit, leave
+from .queues import WorkerQueue
 from .worker_process import LEAVE, attach_and_work
 
 StartMethod = Literal["forkserver", "spawn", "fork"]
@@ -49,15 +52,15 @@ class Workers:
 
     When the `with` is entered all workers are attached. Leaving it ends `sub.versions()` and every wait in the workers,
     makes `sub.publisher_alive` False, and waits until their functions have returned; what is late is terminated. What a
-    worker raises is WorkerFailed in the trainer, from the next publish() or update() that waits for acks, or on
-    leaving. A death is WorkerDied there.
+    worker raises is WorkerFailed in the trainer, from the next publish() or update(), before it writes anything, or on
+    leaving. A death is WorkerDied there. The worker's traceback is on stderr at once.
 
     Args:
         pub: the publisher.
         work: a function that the workers can import, or any function with start_method="fork".
         n: how many.
         args: more arguments of `work`. Queues, locks and events among them come from
-            `multiprocessing.get_context(start_method)`.
+            `multiprocessing.get_context(start_method)`; see also queue().
         start_method: "forkserver" forks them from a server that has imported torch once; "spawn" starts each from
             nothing; "fork" copies the trainer, and with it locks that its other threads hold.
         threads: for torch.set_num_threads() in each worker.
@@ -110,6 +113,7 @@ class Workers:
             needed = ["tensordict"] if "tensordict" in sys.modules else []
             self._context.set_forkserver_preload(_PRELOADED + needed)
         self._pid = os.getpid()
+        self._queues: tuple[WorkerQueue, ...] = ()
         self._members: dict[int, Process] = {}
         self._poll = select.poll()  # for what the members do next
         self._started = 0  # processes so far, so that a restarted worker draws new random numbers
@@ -127,6 +131,46 @@ class Workers:
     def alive(self) -> list[int]:
         """The ranks of the workers that run, as wait= takes them."""
         return [rank for rank, member in sorted(self._members.items()) if not member.dead]
+
+    def queue(self, maxsize: int = 0) -> WorkerQueue:
+        """A queue of the workers' start method, which each worker gets as one more argument: `work(sub, *args, queue)`.
+
+        Call it before the start. `maxsize`: items after which a worker's put() waits; 0 for any number. In the trainer
+        its get() raises a worker's failure or death. Raises ProtocolError after the start.
+        """
+        if self._members:
+            raise ProtocolError("workers.queue() gives the workers an argument; call it before they are started")
+        made = WorkerQueue(whole("maxsize", maxsize, 0), self._context, self._running)
+        self._queues += (made,)
+        return made
+
+    def get(self, timeout: float | None = None) -> Any:
+        """The next item of the first queue() that was made.
+
+        Args:
+            timeout: seconds; None is the publisher's default, math.inf waits without limit.
+
+        Raises:
+            WorkerFailed, WorkerDied: a worker raised or died; once each, before what is in the queue.
+            AckTimeout: no worker has put anything in time.
+            ProtocolError: the queue is empty and no worker runs; or no queue() was made.
+        """
+        if not self._queues:
+            raise ProtocolError("these Workers have no queue; call workers.queue() before they are started")
+        seconds = timeout_or_default(timeout, self._writer.timeout)
+        try:
+            return self._queues[0].get(timeout=None if math.isinf(seconds) else seconds)
+        except Empty:
+            raise AckTimeout(
+                f"no worker has put anything into the queue within {seconds:g} s; give more time with timeout=",
+                missing=self.alive,
+            ) from None
+
+    def _running(self) -> bool:
+        if self._pid == os.getpid():
+            self._look(self._pub.version)
+            return bool(self.alive) or not self._used
+        return True  # in a forked worker
 
     def restart(self, rank: int) -> None:
         """End this worker if it runs, start another one in its place, and wait until that is attached.
@@ -260,7 +304,7 @@ class Workers:
         for rank in ranks:
             self._writer.forget_acks(rank)
             seed = (torch.initial_seed() + rank + self._count * (self._started // self._count)) % 2**63
-            args = (self._pub.handle, rank, self._work, *self._args)
+            args = (self._pub.handle, rank, self._work, *self._args, *self._queues)
             self._members[rank] = Process(
                 self._context, f"worker {rank}", attach_and_work, args, seed=seed, threads=self._threads
             )

@@ -131,7 +131,8 @@ def seed_generators(seed: int) -> None:
 
 def attach_and_work(control: Connection, handle: Handle, rank: int, work: Callable[..., object], *args: Any) -> None:
     """The body of a worker of Workers: the user's function, with a Subscriber."""
-    with WorkerSubscriber(handle, rank, control) as sub:
+    sub = WorkerSubscriber(handle, rank, control)
+    with sub:
         control.send((ATTACHED, None))
         try:
             work(sub, *args)

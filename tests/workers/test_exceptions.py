@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import queue
 
 import pytest
 
@@ -114,3 +116,25 @@ def test_a_failed_start_may_be_tried_again(pub, tmp_path):
     flag.touch()
     with workers:
         assert pub.publish(wait=True) == pub.readers()[0].acked
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_a_queue_of_the_workers_raises_what_they_fail_with(pub, method):
+    workers = shmsync.Workers(pub, jobs.put_or_fail, 2, start_method=method)
+    answers = workers.queue(maxsize=3)
+    with workers:
+        assert sorted([workers.get(), answers.get()]) == [(0, 1), (1, 1)]
+        with pytest.raises(shmsync.AckTimeout, match=r"within 0.1 s"):
+            workers.get(timeout=0.1)
+        with pytest.raises(queue.Empty):
+            answers.get(timeout=0.1)
+        pub.publish()
+        for rank in (0, 1):
+            with pytest.raises((shmsync.WorkerFailed, shmsync.WorkerDied)) as caught:
+                while True:
+                    answers.get()
+            assert isinstance(caught.value, shmsync.WorkerFailed) == (caught.value.missing == [0]), rank
+        with pytest.raises(shmsync.ProtocolError, match="no worker runs"):
+            workers.get(timeout=math.inf)
+        with pytest.raises(shmsync.ProtocolError, match="before they are started"):
+            workers.queue()
