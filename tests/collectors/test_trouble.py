@@ -31,6 +31,7 @@ def test_a_worker_that_dies_is_named_with_its_exit_code(collector, sync, how, wo
 @pytest.mark.parametrize(("scheme", "sync"), list(zip(SCHEMES, [True, False], strict=True)))
 def test_a_killed_worker_is_restarted_and_joins_at_the_newest_version(collector, scheme, sync):
     policy = Policy()
+    policy.set_tag(1)  # that of version 1
     batches = collector(policy=policy, restart_workers=True, sync=sync, weight_sync_scheme=scheme())
     for tag in range(2, 6):
         next(batches)

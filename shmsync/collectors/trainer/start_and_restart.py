@@ -52,7 +52,7 @@ class WorkerSetup:
             self.sender = self.scheme.get_sender()
             self.sender.send(timeout=self.options.start_timeout)
         for member in members:
-            member.send(LAYOUT)
+            member.tell(LAYOUT)
         leaves, count = _agreed(self.pool.answers(LAYOUT, deadline, self.pool.members))
         steps = self.options.steps(count)
         # A worker's environments are numbered after those of the workers before it, and seeded so: the same seed gives
@@ -85,9 +85,9 @@ class WorkerSetup:
 
     def _join(self, spec: WorkerSpec) -> None:
         member = self.pool.members[spec.index]
-        member.send(START, (self.memory.spec, spec.rows, spec.seed))
+        member.tell(START, (self.memory.spec, spec.rows, spec.seed))
         for buffer in member.orders:  # those of the worker before it
-            member.send(COLLECT, buffer)
+            member.tell(COLLECT, buffer)
         member.joined = True
 
     def finish_restarts(self) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import select
-import signal
-import threading
 from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -18,7 +15,7 @@ import torch
 
 from ...memory.system.calls import poll
 from ...memory.system.process import dead_parent
-from ...workers.worker_process import report, seed_generators
+from ...workers.worker_process import Reported, report
 from ..buffers import Buffers, BufferSpec
 from ..options import WorkerSpec
 from ..policy_packing import bring
@@ -26,17 +23,16 @@ from .rollout import Rollout
 
 # The words of the trainer, then those of the worker. A message is (word, content).
 LAYOUT, START, COLLECT, STOP = "layout", "start", "collect", "stop"
-HELLO, BATCH, ERROR = "hello", "batch", "failed"  # and LAYOUT
-
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+HELLO, BATCH = "hello", "batch"  # and LAYOUT
 
 
-def run(spec: WorkerSpec, weights: Connection, control: Connection) -> None:
-    """Run a worker, until the trainer says STOP or is gone. Whatever ends it otherwise is sent to the trainer."""
-    # Ctrl-C in a terminal reaches every process of the group. What follows from it is the trainer's decision.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _allow_processes(weights, control)
-    torch.set_num_threads(1)
+def run(control: Connection, weights: Connection, spec: WorkerSpec) -> None:
+    """The body of a worker: serve until the trainer says STOP or is gone. What ends it otherwise is reported."""
+    # This process is fresh from the fork server, so it may fork as that does. Another server would import everything
+    # again for each environment that is a process, as those of AsyncVectorEnv are.
+    if multiprocessing.get_start_method() == "forkserver":
+        multiprocessing.set_start_method("fork", force=True)
+    os.register_at_fork(after_in_child=weights.close)  # or the trainer would not see its end while a child lives
     envs: list[Any] = []
     failed = False
     try:
@@ -52,38 +48,13 @@ def run(spec: WorkerSpec, weights: Connection, control: Connection) -> None:
                 report(control, error)
             failed = True
     if failed:
-        raise SystemExit(1)
-
-
-def _allow_processes(*pipes: Connection) -> None:
-    """Let environments have processes of their own, as those of AsyncVectorEnv do."""
-    multiprocessing.current_process().daemon = False  # a daemon may not have any
-    # This process has one thread and is fresh from the fork server, so it may fork as that does. Another server would
-    # import everything again for each environment.
-    if multiprocessing.get_start_method() == "forkserver":
-        multiprocessing.set_start_method("fork", force=True)
-
-    prctl = ctypes.CDLL(None).prctl
-    forks_in_main = False
-
-    def look() -> None:
-        nonlocal forks_in_main
-        forks_in_main = threading.get_native_id() == os.getpid()
-
-    def leave() -> None:
-        for pipe in pipes:
-            pipe.close()  # or the trainer would not see their end while a child of a dead worker lives
-        if forks_in_main:  # the kernel kills it when the thread ends that has forked it
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # one that is busy would not notice that its worker has died
-
-    os.register_at_fork(before=look, after_in_child=leave)
+        raise Reported
 
 
 class _Worker:
     """A worker with its environments, which are added to `envs` one by one, so that those that were made are closed."""
 
     def __init__(self, spec: WorkerSpec, weights: Connection, control: Connection, envs: list[Any]) -> None:
-        seed_generators(spec.seed)
         policy = cloudpickle.loads(spec.policy)
         if spec.device is not None:
             bring(policy, spec.device)
