@@ -22,6 +22,7 @@ import torch
 from ..engine.deadlines import timeout_or_default, timeout_or_none, whole
 from ..engine.outcome import RemoteTraceback, listed
 from ..engine.publisher import Publisher, writer_of
+from ..engine.write.acks import WorkerWatch
 from ..errors import AckTimeout, ProtocolError, WorkerDied, WorkerFailed
 from .importable import check_importable
 from .process import EXIT_CODE, Process, end_at_exit, leave
@@ -35,6 +36,7 @@ StartMethod = Literal["forkserver", "spawn", "fork"]
 _PRELOADED = ["torch", "shmsync", "shmsync.workers.worker_process"]
 _START = 300.0  # seconds to attach: importing torch takes long on a busy machine, and a death ends the wait
 _TERMINATED = 2.0  # seconds from SIGTERM to SIGKILL
+_BETWEEN_LOOKS = 0.01  # seconds: a poll costs as much as a small publish
 _MOST = 4096
 
 _log = logging.getLogger("shmsync")
@@ -116,6 +118,7 @@ class Workers:
         self._queues: tuple[WorkerQueue, ...] = ()
         self._members: dict[int, Process] = {}
         self._poll = select.poll()  # for what the members do next
+        self._next_look = 0.0  # monotonic time
         self._started = 0  # processes so far, so that a restarted worker draws new random numbers
         self._ending = False
         self._writer.not_started[self] = self._count
@@ -209,7 +212,7 @@ class Workers:
         self._started, self._ending = 0, False
         try:
             self._writer.not_started.pop(self, None)
-            self._writer.watch_workers(self._look, self._explains)
+            self._writer.watch_workers(WorkerWatch(self._look, self._explains, self._before_write))
             self._start(range(self._count))
         except BaseException:
             self._end(0.0)
@@ -267,12 +270,10 @@ class Workers:
             )
 
     def _look(self, version: int) -> None:
-        """Restart the dead as often as that is allowed; raise what a worker failed with, or how it died.
-
-        Each publish and each update() calls it before it writes, and waits for acks in every slice.
-        """
+        """Restart the dead as often as that is allowed; raise what a worker failed with, or how it died."""
         if self._ending or not self._poll.poll(0):  # their deaths are on purpose; or nothing has happened
             return
+        self._next_look = 0.0  # there may be more to raise
         for member in list(self._members.values()):
             member.read()
         for rank, member in list(self._members.items()):
@@ -284,6 +285,13 @@ class Workers:
             elif member.failure is not None or member.died:
                 self._raise(rank, member, version)
         self._watch()
+
+    def _before_write(self) -> None:
+        """As _look(), for each publish() and update(); at most once in some milliseconds."""
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _BETWEEN_LOOKS
+            self._look(self._pub.version)
 
     def _watch(self) -> None:
         self._poll = select.poll()

@@ -36,14 +36,16 @@ class WorkerWatch(NamedTuple):
     The reader table shows deaths, but neither exceptions nor exit codes.
 
     Attributes:
-        look: called before anything is written, in each slice of a wait for acks, and at its end. Raises what a worker
-            failed with, or WorkerDied for a dead one that is not to be started again.
+        look: called in each slice of a wait for acks of this version, and at its end. Raises what a worker failed
+            with, or WorkerDied for a dead one that is not to be started again.
         explains: called when the reader table shows the deaths that this error names: raises an error that says more.
             True: all of these workers run again, so the error is not to be raised.
+        before_write: called before each version is written. Raises as look() does.
     """
 
     look: Callable[[int], None]
     explains: Callable[[WorkerDied], bool]
+    before_write: Callable[[], None]
 
 
 def wait_for_acks(

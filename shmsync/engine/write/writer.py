@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Container
 from contextlib import nullcontext
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any
@@ -196,7 +196,7 @@ class Writer:
             if self.closed or self.device is not None or self.native.writing:
                 self.ready(deadline)
             if self.worker_watch is not None:
-                self.worker_watch.look(self.current[0])
+                self.worker_watch.before_write()
             plan = self._plan(weights, optional)
             try:
                 return self._write(plan, deadline, acks, after, version)
@@ -383,7 +383,7 @@ class Writer:
         self.ready(deadline)
         self.refuse_poisoned()
         if self.worker_watch is not None:
-            self.worker_watch.look(self.current[0])
+            self.worker_watch.before_write()
         looked = None
         if self.adopted is not None:
             self.adopted.warn_of_stray_writes()
@@ -516,9 +516,9 @@ class Writer:
             if len(self.peers):  # a worker was late; rows that were given back need no pidfd any more
                 self.peers.keep_only({owner for _, owner in self.arena.control.owners()})
 
-    def watch_workers(self, look: Callable[[int], None], explains: Callable[[WorkerDied], bool]) -> None:
-        """Let waits for acks call these from now on; see WorkerWatch. `worker_watch = None` ends it."""
-        self.worker_watch = WorkerWatch(look, explains)
+    def watch_workers(self, watch: WorkerWatch) -> None:
+        """Let calls that write ask this from now on. `worker_watch = None` ends it."""
+        self.worker_watch = watch
 
     def applied_by(self, version: int) -> list[int]:
         """The workers whose last ack is for this version, including those that have left or died since."""
