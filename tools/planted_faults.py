@@ -67,7 +67,7 @@ FAULTS = [
           "engine/death/test_reader_death.py"),
     Fault("shmsync/engine/write/pin_wait.py", "return any(self.peers.state(owner) is stopped",
           "return False and any(self.peers.state(owner) is stopped", "engine/death/test_stopped.py"),
-    Fault("shmsync/engine/write/writer.py", "        self.refuse_poisoned()\n        looked", "        looked",
+    Fault("shmsync/engine/write/writer.py", "        self.refuse_poisoned()\n        if self.worker", "        if self.worker",
           "engine/faults/test_failed_updates.py"),
     Fault("shmsync/engine/read/successor.py", "if manifest != current.manifest:", "if False:",
           "engine/versions/test_follow.py"),
