@@ -143,6 +143,8 @@ class Process:
             self.process.join()
         self.read()
         self.connection.close()
+        if self.peer.dead:
+            self.peer.close()
 
 
 def leave(members: Mapping[int, Process], order: bytes, deadline: float) -> list[int]:

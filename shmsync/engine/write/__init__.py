@@ -2,5 +2,5 @@
 
 writer.py has the steps in their order, update.py the section that users write in, adoption.py the module that is the
 slab.
-May be imported by engine and schemes.
+May be imported by engine, schemes and workers.
 """
