@@ -100,6 +100,7 @@ class SourcePlan {
   void release() {
     for (PyObject* each : held_) Py_DECREF(each);
     held_.clear();
+    std::fill(converted_.begin(), converted_.end(), nullptr);
   }
 
   void copy_to(std::uintptr_t slot) {
@@ -123,7 +124,8 @@ class SourcePlan {
 
   nb::list converted() const {
     nb::list found;
-    for (PyObject* each : converted_) found.append(nb::borrow(each));
+    for (PyObject* each : converted_)
+      if (each != nullptr) found.append(nb::borrow(each));
     return found;
   }
   bool moved() const { return moved_; }
