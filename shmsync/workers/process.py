@@ -140,7 +140,7 @@ class Process:
             self.process.join(grace)
         if self.process.exitcode is None:
             self.process.kill()
-            self.process.join()
+        self.process.join()  # of one that has ended too: else multiprocessing keeps its descriptor until the next start
         self.read()
         self.connection.close()
         if self.peer.dead:
