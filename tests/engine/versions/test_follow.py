@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from math import inf as for_ever
 
 import pytest
@@ -103,6 +104,7 @@ def test_a_trainer_killed_in_the_middle_of_a_write(open_trainer, name, follower)
     assert sub.refresh() is False
 
 
+@pytest.mark.skipif("SHMSYNC_TEST_DEVICE" in os.environ, reason="memory of a device is attached in another way")
 def test_an_attach_by_name_passes_over_an_arena_that_is_just_closed(open_trainer, name, follower, monkeypatch):
     trainer, attach = open_trainer(1), slab.attach
 
