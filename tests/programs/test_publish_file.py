@@ -12,6 +12,7 @@ import torch
 
 import shmsync
 from shmsync import cli
+from support.processes import segment_path
 from support.programs.programs import Example
 
 safetensors = pytest.importorskip("safetensors.torch", reason="these files need shmsync[safetensors]")
@@ -38,6 +39,7 @@ def publish(tmp_path):
     for each in started:
         each.kill()
         each.process.stdout.close()
+        segment_path(each.name).unlink(missing_ok=True)  # no other publisher sweeps a name that was chosen
 
 
 def weights(value):
