@@ -205,13 +205,15 @@ class Publisher:
         return Update(self, self._writer, _acks(wait), timeout_or_none(timeout))
 
     def adopt(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
+        self,
+        module: nn.Module | TensorDictBase,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     ) -> None:
-        """Make the module's parameters the slab itself (slots = 1), so that updates copy nothing.
+        """Make the parameters of a module, or the tensors of a TensorDict, the slab itself (slots = 1).
 
         From then on write parameters only inside update(). The step() of each given optimizer opens an update(); a step
         inside your own `with pub.update(wait=...)` becomes part of that one. The Parameter objects and the optimizer's
-        state keep their identity, and take the arena's layout. Buffers stay private to the module, because forward
+        state keep their identity. Buffers stay private to the module, because forward
         passes write them, and are copied when update() is left. If the module replaces a tensor, the new one goes
         into the arena under its name with the next update() or publish(). close() makes the parameters private again.
 

@@ -212,7 +212,7 @@ class Workers:
         self._started, self._ending = 0, False
         try:
             self._writer.not_started.pop(self, None)
-            self._writer.watch_workers(WorkerWatch(self._look, self._explains, self._before_write))
+            self._writer.worker_watch = WorkerWatch(self._look, self._explains, self._before_write)
             self._start(range(self._count))
         except BaseException:
             self._end(0.0)

@@ -70,8 +70,8 @@ class Writer:
         timeout: the arena's default, in seconds.
         native: the writer's side of the protocol. On a device only behind ready().
         adopted: the module that is the slab.
-        worker_watch: how waits for acks learn of failures of Workers; not_started: Workers that wait to be started, and
-            how many they are.
+        worker_watch: how calls that write learn of failures of Workers, which set it.
+        not_started: Workers that wait to be started, and how many they are.
     """
 
     def __init__(
@@ -515,10 +515,6 @@ class Writer:
             self.counts.ack_wait.add(time.perf_counter() - started)
             if len(self.peers):  # a worker was late; rows that were given back need no pidfd any more
                 self.peers.keep_only({owner for _, owner in self.arena.control.owners()})
-
-    def watch_workers(self, watch: WorkerWatch) -> None:
-        """Let calls that write ask this from now on. `worker_watch = None` ends it."""
-        self.worker_watch = watch
 
     def applied_by(self, version: int) -> list[int]:
         """The workers whose last ack is for this version, including those that have left or died since."""
