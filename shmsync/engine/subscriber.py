@@ -20,9 +20,9 @@ from ..errors import ClosedError, Poisoned, ProtocolError, WriterBusy
 from ..memory.control.segment import Handle
 from ..memory.dynamo import skip
 from ..memory.manifest import Key
+from .bind.binding import ModuleCheck
+from .bind.guard import bind
 from .bind.guarded_methods import GuardNames
-from .bind.install_guards import bind
-from .bind.module_check import ModuleCheck
 from .by_value import copy_by_value
 from .deadlines import DEFAULT_TIMEOUT, timeout_or_none
 from .digest import digests_held, digests_of

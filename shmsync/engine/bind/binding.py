@@ -1,4 +1,4 @@
-"""Binding: the parameters of a module become views of an arena.
+"""Binding: the parameters of a module become views of an arena, once it is seen to fit.
 
 Parameters are moved by `param.data = view`: the Parameter objects keep their identity, so tied modules, flat RNN
 weights, hooks and parameter lists stay right. With one slot they stay where they are, so a new version moves nothing
@@ -10,20 +10,34 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ... import _native
-from ...errors import ProtocolError
+from ...errors import ManifestMismatch, ProtocolError
 from ...memory.arena import Arena
 from ...memory.devices import assign, has_address, laid_out
 from ...memory.manifest import Key
 from ...memory.torch_modes import counts_changes, modes_are_on, plainly, run_plainly
 from ..read.reading import ReadPath
-from .module_check import ModuleCheck, materialise, placed_modules
+from ..source.leaf_check import is_wrapper
+from ..source.manifest_check import (
+    describe_problems,
+    dtype_cure,
+    elsewhere,
+    mismatches,
+    overlapping,
+    second_names,
+    tied_apart,
+    without,
+)
+from ..source.sources import EVERYTHING, collect, not_saved
+from ..source.wrappers import modules_in, of_wrappers, respelled, unwrapped
 
 # Kept alive by their Subscriber alone: they hold views, and so the slab.
 _made: weakref.WeakSet[Binding] = weakref.WeakSet()
@@ -39,8 +53,8 @@ class Binding:
     Args:
         path: moves it, once it is one of its followers: the tensors show the arena's weights from move() on.
         module: whose tensors are bound.
-        fitting: which of them are views, and of which leaves.
-        tensors: what fitting.tensors() has given for the module.
+        check: which of them are views, and of which leaves.
+        tensors: what check.tensors() has given for the module.
         replaced: the bindings that end, as taken_over() has them; not if this one cannot be made.
     """
 
@@ -48,98 +62,73 @@ class Binding:
         self,
         path: ReadPath,
         module: nn.Module,
-        fitting: ModuleCheck,
+        check: ModuleCheck,
         tensors: dict[Key, torch.Tensor],
         replaced: Iterable[Binding] = (),
     ) -> None:
         self.path, self._name = weakref.ref(path), path.name
-        self._fitting = fitting
         self._arena: Arena = path.arena
         self._root = weakref.ref(module)
-        self._places: list[tuple[Key, weakref.ref[nn.Module]]] = []
-        self._tensors: dict[Key, torch.Tensor] = {}
-        self._viewed: list[torch.Tensor] = []
-        self.copied: list[tuple[Key, torch.Tensor]] = []
-        self._empty = list(fitting.empty.items())  # the first move fills them
-        self.ended = False
+        self._empty = list(check.empty.items())  # the first move fills them
+        modules = modules_in(module)
         with plainly():
-            fitting.refuse_views(module, tensors)
-            materialise(module, (*tensors.values(), *fitting.empty.values()), path.arena.device)
+            check.refuse_views(module, tensors)
+            materialise(module, (*tensors.values(), *check.empty.values()), path.arena.device)
             for old in replaced:
                 old.drop()
-            self.take(tensors, placed_modules(module))
+            leaves = {id(tensor): (check.leaf_of(key), tensor) for key, tensor in tensors.items()}
+            bound = leaves.keys() | {id(tensor) for tensor in check.empty.values()}
+            self._owners = [weakref.ref(each) for each in modules if not bound.isdisjoint(map(id, _held_by(each)))]
+            viewed = [pair for pair in leaves.values() if check.viewed(pair[1])]
+            self._viewed_keys, self._viewed = [leaf for leaf, _ in viewed], [tensor for _, tensor in viewed]
+            self.copied = [pair for pair in leaves.values() if not check.viewed(pair[1])]
+            by_key = self._arena.manifest.by_key
+            for leaf, tensor in self.copied:  # forward passes write buffers
+                make_private(tensor, by_key[leaf].strides)
+            stores = {
+                id(tensor): (each._buffers, name)
+                for each in modules
+                for name, tensor in each._buffers.items()
+                if tensor is not None and type(each._buffers) is dict
+            }
+            self._buffers = _native.BufferCopies(
+                [(*stores.get(id(tensor), (None, "")), tensor, by_key[leaf].offset) for leaf, tensor in self.copied]
+            )
+            self._counted = [tensor for _, tensor in self.copied if counts_changes(tensor)]
+        self._sets: dict[int, list[torch.Tensor]] = {}
+        self._address = 0  # of the first view that the parameters show; 0: they have private memory
+        # Where a module holds the first parameter: a conversion to another device puts others there.
+        self._place = next(
+            (
+                (weakref.ref(each), name)
+                for each in modules
+                for name, tensor in each._parameters.items()
+                if viewed and tensor is self._viewed[0]
+            ),
+            None,
+        )
+        copies = [tensor for each in path.followers for tensor in each.private_copies()] + self.private_copies()
+        placed = [tensor for tensor in copies if has_address(tensor) and tensor.numel()]
+        path.set_copies([(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in placed])
+        path.order_copies(copies)
         _made.add(self)
-
-    @property
-    def serves(self) -> bool:
-        """False when another binding has taken over, or the Subscriber is closed or gone."""
-        path = self.path()
-        return path is not None and self in path.followers
-
-    def living(self) -> list[tuple[Key, nn.Module]]:
-        """The living modules below the bound one, itself included, with their key paths."""
-        return [(path, module) for path, ref in self._places if (module := ref()) is not None]
 
     def owners(self) -> set[nn.Module]:
         """The living submodules that own a bound tensor."""
-        mine = self.tensors()
-        return {
-            owner
-            for _, owner in self.living()
-            if any(id(tensor) in mine for tensor in (*owner._parameters.values(), *owner._buffers.values()))
-        }
+        return {owner for ref in self._owners if (owner := ref()) is not None}
 
     def tensors(self) -> set[int]:
         """The ids of the tensors that it moves."""
-        return {id(tensor) for tensor in self._tensors.values()}
-
-    def owned(self) -> set[int]:
-        """The ids of the tensors that its modules own now."""
-        return {id(tensor) for _, tensor in own_tensors(self.living())}
+        return {id(tensor) for tensor in (*self._viewed, *self.private_copies())}
 
     def is_of(self, module: nn.Module) -> bool:
         """Was it made for this module?"""
         return self._root() is module
 
-    def take(self, tensors: dict[Key, torch.Tensor], places: Sequence[tuple[Key, nn.Module]]) -> None:
-        """From now on move these tensors; `places`: all modules that may own some, with their key paths."""
-        self._tensors = dict(tensors)
-        leaf_of = self._fitting.leaf_of
-        unique = {id(tensor): (leaf_of(key), tensor) for key, tensor in tensors.items()}
-        viewed = {key: pair for key, pair in unique.items() if self._fitting.viewed(pair[1])}
-        self.copied = [pair for key, pair in unique.items() if key not in viewed]
-        self._places = [(path, weakref.ref(module)) for path, module in places]
-        by_key = self._arena.manifest.by_key
-        for leaf, tensor in self.copied:  # forward passes write buffers
-            make_private(tensor, by_key[leaf].strides)
-        stores = {
-            id(tensor): (module._buffers, name)
-            for _, module in places
-            for name, tensor in module._buffers.items()
-            if tensor is not None and type(module._buffers) is dict
-        }
-        self._buffers = _native.BufferCopies(
-            [(*stores.get(id(tensor), (None, "")), tensor, by_key[leaf].offset) for leaf, tensor in self.copied]
-        )
-        self._counted = [tensor for _, tensor in self.copied if counts_changes(tensor)]
-        self._viewed_keys = [leaf for leaf, _ in viewed.values()]
-        self._viewed = [tensor for _, tensor in viewed.values()]
-        self._sets: dict[int, list[torch.Tensor]] = {}
-        self._placed = False  # with one slot: nothing has to move
-        path = self.path()
-        if path is not None:
-            others = [each for each in path.followers if each is not self]
-            copies = [tensor for each in (*others, self) for tensor in each.private_copies()]
-            placed = [tensor for tensor in copies if has_address(tensor) and tensor.numel()]
-            path.set_copies([(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in placed])
-            path.order_copies(copies)
-
     def rebase(self, arena: Arena) -> None:
         """From the next move() on, show this arena, which has the same leaves."""
         self._arena = arena
-        self._fitting.arena = arena
         self._sets.clear()
-        self._placed = False
 
     def prepare(self) -> None:
         """Put buffers back that were replaced, before anything moves.
@@ -151,26 +140,30 @@ class Binding:
             if (path := self.path()) is not None:
                 path.streams.refuse_capture()
             self._buffers.put_back()
-        if self._placed and self._viewed and self._viewed[0].data_ptr() != self._address:
+        if self._address and (self._viewed[0].data_ptr() != self._address or self._is_replaced()):
             raise ProtocolError(
-                "the parameters of a bound module were given other memory, as by `param.data =`, so they do not show "
-                f"arena {self._name!r} any more; convert the module before bind(), or bind it again"
+                "the parameters of a bound module were given other memory, as by half(), to() or `param.data =`, so "
+                f"they do not show arena {self._name!r} any more; convert the module before bind(), or bind it again"
             )
+
+    def _is_replaced(self) -> bool:
+        """Has the first parameter another one in its place?"""
+        owner, name = self._place or (lambda: None, "")
+        module = owner()
+        return module is not None and module._parameters.get(name) is not self._viewed[0]
 
     def move(self, slot: int) -> bool:
         """Let the tensors show this slot; False when every owner is gone. Call it inside a section."""
-        if self._root() is None and not any(ref() is not None for _, ref in self._places):
+        if self._root() is None and not self.owners():
             return False
-        if not self._placed:
+        views = self._sets.get(slot)
+        if views is None:
+            made = self._arena.views(slot)
+            views = self._sets[slot] = [made[key] for key in self._viewed_keys]
+        if not self._address or views[0].data_ptr() != self._address:  # with one slot they show it already
             with plainly() if modes_are_on() else nullcontext():
-                views = self._sets.get(slot)
-                if views is None:
-                    made = self._arena.views(slot)
-                    views = self._sets[slot] = [made[key] for key in self._viewed_keys]
                 _native.set_data(self._viewed, views)  # 0.1 to 0.2 µs a tensor
-                if self._arena.slots == 1:
-                    self._address = views[0].data_ptr() if views else 0
-                    self._placed = True
+            self._address = views[0].data_ptr() if views else 0
         if self.copied or self._empty:
             self._renew_copies(slot)
         torch.clear_autocast_cache()  # what was computed from the version before
@@ -204,11 +197,10 @@ class Binding:
         for tensor in self._viewed:
             if (mine is None or id(tensor) in mine) and self._arena.overlaps(tensor):
                 make_private(tensor)
-        self._placed = False
+        self._address = 0
 
     def drop(self) -> None:
         """Move nothing any more: another binding takes over."""
-        self.ended = True
         path = self.path()
         if path is not None and self in path.followers:
             path.followers.remove(self)
@@ -216,28 +208,19 @@ class Binding:
     def restore(self) -> None:
         """Undo drop(): the other one failed."""
         path = self.path()
-        if self.ended and path is not None:
-            self.ended = False
+        if path is not None and self not in path.followers:
             path.followers.append(self)
 
 
-def own_tensors(places: Iterable[tuple[Key, nn.Module]]) -> Iterator[tuple[Key, torch.Tensor]]:
-    """The tensors that modules own themselves, with their key paths; `places`: the modules, with theirs."""
-    for path, module in places:
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                yield (*path, name), tensor
+def _held_by(module: nn.Module) -> tuple[torch.Tensor | None, ...]:
+    return (*module._parameters.values(), *module._buffers.values())
 
 
 def bound_to(module: nn.Module) -> list[Binding]:
     """The bindings that move tensors of this module, of a part of it, or of one that it is a part of."""
-    mine = {id(tensor) for _, tensor in own_tensors(placed_modules(module))}
-    return [each for each in list(_made) if each.serves and not mine.isdisjoint(each.tensors() | each.owned())]
-
-
-def bound_tensors(module: nn.Module) -> set[int]:
-    """The ids of the tensors that those bindings move."""
-    return {each for binding in bound_to(module) for each in binding.tensors()}
+    mine = {id(tensor) for each in modules_in(module) for tensor in _held_by(each)}
+    serving = [each for each in list(_made) if (path := each.path()) is not None and each in path.followers]
+    return [each for each in serving if not mine.isdisjoint(each.tensors())]
 
 
 def taken_over(module: nn.Module, tensors: Mapping[Key, torch.Tensor], *readers: ReadPath | None) -> list[Binding]:
@@ -270,3 +253,174 @@ def make_private(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -
     with plainly():
         own = tensor.data.clone()
         tensor.data = own if strides is None else laid_out(own, strides)
+
+
+@dataclass(eq=False)
+class ModuleCheck:
+    """How modules are bound to an arena; finds the tensors of one, and checks them.
+
+    Args:
+        arena, name: what they are bound to.
+        copies: parameters become private copies too, as buffers are, on the device they are on.
+        absent: leaves of the arena that are no tensors of the module.
+        prefix: the module's leaves are those below this key path.
+    """
+
+    arena: Arena
+    name: str
+    _: KW_ONLY
+    copies: bool = False
+    absent: Collection[Key] = ()
+    prefix: Key = ()
+    # What tensors() has found: buffers in no state_dict(), on the meta device, by leaf.
+    empty: dict[Key, torch.Tensor] = field(default_factory=dict, init=False)
+    # Keys of the module to leaves, which differ by `prefix` and by the names of wrappers.
+    _spelled: dict[Key, Key] = field(default_factory=dict, init=False)
+    # Second names of leaves, and the leaves.
+    _second: dict[Key, Key] = field(default_factory=dict, init=False)
+
+    @property
+    def beside(self) -> frozenset[Key]:
+        """Leaves of the arena that are no tensors of the module, those of wrappers included."""
+        by_key, prefix = self.arena.manifest.by_key, self.prefix
+        outside = {key for key in by_key if key[: len(prefix)] != prefix}
+        return frozenset(self.absent) | of_wrappers(by_key) | outside
+
+    def viewed(self, tensor: torch.Tensor) -> bool:
+        """Does this tensor show the arena's memory? Else it is a private copy."""
+        return not self.copies and isinstance(tensor, nn.Parameter)
+
+    def tensors(self, module: nn.Module) -> dict[Key, torch.Tensor]:
+        """The tensors that move with the version, by key. Raises ManifestMismatch when the module does not fit.
+
+        Buffers that are in no state_dict() are the module's own. The first version fills those that are `empty`.
+        """
+        refuse_max_norm(
+            module,
+            "but bound weights are read-only. Normalise in the trainer, build the worker's module without max_norm",
+        )
+        leaves = self.arena.manifest.by_key
+        found = collect(module, EVERYTHING, watch=False).tensors
+        lazy = [".".join(key) for key, each in found.items() if is_lazy(each)]
+        if lazy:
+            raise ProtocolError(f"{lazy[0]} is not initialised yet, in a lazy module; run it once before binding it")
+        whole = {key: (*self.prefix, *key) for key in found}
+        unsaved = {whole[key] for key in not_saved(module) if key in whole}
+        unsaved |= {key for key, leaf in leaves.items() if not leaf.saved}
+        saved, tensors = without(leaves, unsaved), without({whole[k]: tensor for k, tensor in found.items()}, unsaved)
+        others = respelled(tensors, saved)
+        spelled = {key: others.get(each, each) for key, each in whole.items()}
+        module_key = {leaf: key for key, leaf in spelled.items()}
+        tensors = {others.get(key, key): tensor for key, tensor in tensors.items()}
+        self._second = second_names(tensors, saved)
+        own = without(tensors, self._second)
+        if self.arena.manifest.filtered:
+            own = {key: tensor for key, tensor in own.items() if key in saved}
+        empty = {leaf: found[key] for key, leaf in spelled.items() if leaf in unsaved and leaf in leaves}
+        self.empty = {leaf: tensor for leaf, tensor in empty.items() if tensor.is_meta}
+        self.check(own | self.empty, unsaved)
+        self._spelled = spelled
+        return {module_key[key]: tensor for key, tensor in (own | {key: tensors[key] for key in self._second}).items()}
+
+    def refuse_views(self, module: nn.Module, moved: Mapping[Key, torch.Tensor]) -> None:
+        """Raise ManifestMismatch for a tensor of the module that shares memory with one that moves away from it."""
+        moving = {id(tensor) for tensor in moved.values()}
+        found = {".".join(key): each for key, each in collect(module, EVERYTHING, watch=False).tensors.items()}
+        for one, two in overlapping(found, moving):
+            if (id(found[one]) in moving) != (id(found[two]) in moving):
+                view, parameter = (two, one) if id(found[one]) in moving else (one, two)
+                raise ManifestMismatch(
+                    f"{view} is a view of {parameter}, which moves with each version, while the "
+                    "view would keep old values; nothing was changed. Take the view in forward(), or register the "
+                    "buffer with persistent=True, which publishes it"
+                )
+
+    def leaf_of(self, key: Key) -> Key:
+        """The leaf that a tensor of the module shows: that of its own key, or of the tensor which it is tied to."""
+        leaf = self._spelled[key]
+        return self._second.get(leaf, leaf)
+
+    def check(self, tensors: Mapping[Key, torch.Tensor], unsaved: Collection[Key] = ()) -> None:
+        """Raise ManifestMismatch when these tensors cannot show what the arena has under their keys.
+
+        `unsaved`: keys that need no tensor.
+        """
+        arena = self.arena
+        meta = {key: t for key, t in tensors.items() if t.device.type == "meta" and not is_wrapper(t)}
+        proxies = {key: torch.empty_like(t, device="cpu") for key, t in meta.items()}
+        others = {key: view for key, view in arena.views(0).items() if key in self.beside or key in unsaved}
+        given = {**others, **tensors, **proxies}
+        problems = mismatches(given, arena, partial=False, any_device=True, source_is="module")
+        if not self.copies:
+            problems += [f"{each}; move it there, or use bind_copies()" for each in elsewhere(tensors, arena)]
+        problems = problems or tied_apart(tensors, arena, "module")
+        if problems:
+            cure = dtype_cure(given, arena, problems)
+            raise ManifestMismatch(describe_problems(problems, f"arena {self.name!r}", "the module to bind") + cure)
+
+
+def bindable(module: nn.Module) -> nn.Module:
+    """The module whose tensors are bound: that inside a wrapper, such as torch.compile's."""
+    if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
+        several = "; put several modules into one torch.nn.ModuleDict({...})" if isinstance(module, dict) else ""
+        raise TypeError(f"bind() takes an eager torch.nn.Module, not a {type(module).__name__}{several}")
+    return unwrapped(module)
+
+
+def materialise(module: nn.Module, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Give ordinary memory to those of the tensors that are on the meta device, or were made in inference mode.
+
+    `.data` cannot change a tensor's device. With ordinary memory in a tensor that was made in inference mode, torch
+    would take it for an ordinary one and miss the counter of its changes. The Python objects stay, with their class and
+    attributes, so whatever else holds them has the memory too. Call it inside plainly(). Raises ProtocolError for a
+    tensor that torch cannot give memory to; nothing was changed then.
+    """
+    without = {id(each): each for each in tensors if each.device.type == "meta" or not counts_changes(each)}
+    if not without:
+        return
+    recurrent = [each for each in modules_in(module) if isinstance(each, nn.RNNBase)]
+    memories = [(tensor, _memory_for(tensor, device)) for tensor in without.values()]
+    done: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for each in recurrent:  # torch swaps no tensor with weak references; RNNBase._apply() drops its own in this way too
+        each._flat_weights, each._flat_weight_refs = [], []
+    try:
+        for tensor, memory in memories:
+            torch.utils.swap_tensors(tensor, memory)
+            done.append((tensor, memory))
+    except RuntimeError as error:
+        for swapped in done:
+            torch.utils.swap_tensors(*swapped)
+        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        name = next(name for name, each in named if each is tensor)
+        meta = tensor.device.type == "meta"
+        what = "is on the meta device" if meta else "was made in inference mode"
+        cure = f"Make the module on {device}: its values need not be set" if meta else (
+            "Make the module outside of torch.inference_mode(); its calls may be inside"
+        )  # fmt: skip
+        raise ProtocolError(
+            f"{name} {what} and cannot be given other memory, since something else refers to it, such as a weak "
+            f"reference or a tensor that was computed from it ({error}); nothing was changed. {cure}"
+        ) from error
+    finally:
+        for each in recurrent:
+            each._init_flat_weights()
+
+
+def _memory_for(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    memory = torch.empty_like(tensor, device=device) if tensor.device.type == "meta" else tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)
+    memory.__class__ = tensor.__class__  # a swap exchanges these two as well
+    memory.__dict__.update(tensor.__dict__)
+    return memory
+
+
+def refuse_max_norm(module: nn.Module, otherwise: str) -> None:
+    """Raise ProtocolError for an embedding whose forward writes its weight. `otherwise`: why not, and the cure."""
+    for child in modules_in(module):
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None:
+            name = next(name for name, each in module.named_modules() if each is child)
+            raise ProtocolError(
+                f"{name or 'the module'} is an embedding with max_norm={child.max_norm}: its forward writes its weight "
+                + otherwise
+            )

@@ -1,4 +1,4 @@
-"""Proxies for the calls of a module, the guard that runs each of them inside a read section, and what it enters.
+"""bind(): a module's tensors show an arena, and guards run its calls inside read sections.
 
 A call of a module goes to its `_compiled_call_impl`, if it has one, before any hook runs. A guard in that place has the
 pre-hooks inside its section too (weight_norm computes the weight in one).
@@ -11,18 +11,83 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from ... import _native
+from ...errors import ProtocolError
 from ...memory.dynamo import disable, skip, with_dynamo
 from ..read.outputs import private
 from ..read.reading import ReadPath
+from ..source.wrappers import modules_in
+from .binding import Binding, ModuleCheck, bindable, bound_to, taken_over
+from .guarded_methods import CALL, GuardNames, calls_of
 
-CALL = "_compiled_call_impl"  # a call of the module itself
+M = TypeVar("M", bound=nn.Module)
+
+
+def bind(
+    reader: ReadPath,
+    module: M,
+    guard: GuardNames,
+    check: ModuleCheck,
+    *,
+    clones: bool,
+    instead_of: ReadPath | None = None,
+) -> M:
+    """As Subscriber.bind(); `check` says how the tensors of the module move.
+
+    `instead_of`: the reader that the module may be bound to now, and leaves.
+    """
+    bound = bindable(module)
+    calls = calls_of(module, guard)
+    # No call is under way while the tensors change hands.
+    with reader.hold_lock(), nullcontext() if instead_of is None else instead_of.hold_lock():
+        reader.followers[:] = [each for each in reader.followers if not isinstance(each, Binding) or each.owners()]
+        tensors = check.tensors(bound)
+        replaced = taken_over(bound, tensors, reader, instead_of)
+        for old in replaced:
+            old.drop()  # it may fit no more, which would be an error at the entry of the section
+        had_used = reader.has_used_version
+        try:
+            with reader.read() if reader.applied_version else nullcontext():
+                binding = Binding(reader, bound, check, tensors)
+                if reader.applied_version:
+                    binding.move(reader.held_slot)
+                reader.followers.append(binding)
+        except BaseException:
+            for old in replaced:
+                old.restore()
+            raise
+        finally:
+            if not had_used:  # the section is no use of this thread's: `version` goes on with what is applied
+                reader.forget_used_version()
+        cover = _cover_of(module, bound)
+        cover.enter(reader if calls else None, clones=clones)
+        for owner, name in calls:
+            _install(owner, name, cover)
+        if not calls:
+            _remove(cover)
+        for each in modules_in(bound):
+            if _refuse_load not in [getattr(hook, "hook", None) for hook in each._load_state_dict_pre_hooks.values()]:
+                each.register_load_state_dict_pre_hook(_refuse_load)
+    return module
+
+
+def _refuse_load(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
+    """A hook of load_state_dict(). Raises ProtocolError before bound tensors of this module would be written."""
+    shown = {each for binding in bound_to(module) for each in binding.tensors()}
+    named = (*module._parameters.items(), *module._buffers.items())
+    refused = [prefix + name for name, each in named if id(each) in shown and prefix + name in state_dict]
+    if refused:
+        raise ProtocolError(
+            f"load_state_dict() would write {', '.join(refused)} of a bound module, which show an arena that is "
+            "read-only here. Load into the trainer's module and publish it, or load into copy.deepcopy(module)"
+        )
 
 
 class Proxy:
@@ -31,14 +96,13 @@ class Proxy:
     A copy of the module (deepcopy, pickle) has the original method in this place.
     """
 
-    def __init__(self, module: nn.Module, name: str, shows_as: bool = True) -> None:
+    def __init__(self, module: nn.Module, name: str) -> None:
         self.module = module
         self.method = name
         self._own = module.__dict__.get(name)  # what this object has in place of its class's method
         found = module._call_impl if name == CALL and self._own is None else getattr(module, name)
         self.inner: Callable[..., Any] = found
-        if shows_as:
-            _show_as(self, found)
+        functools.update_wrapper(cast(Any, self), found, updated=())  # callers read the signature of a policy
         module.__dict__[name] = self
 
     def remove(self) -> None:
@@ -55,18 +119,6 @@ class Proxy:
 
     def __reduce__(self) -> Any:
         return _itself, (self.inner,)
-
-
-def _show_as(proxy: Proxy, method: Callable[..., Any]) -> None:
-    """Let it have the name and the signature of the method: callers read those of a policy."""
-    attributes = vars(proxy)
-    try:
-        function = method.__func__  # type: ignore[attr-defined]  # has what its bound method shows, and sooner
-        for name in functools.WRAPPER_ASSIGNMENTS:
-            attributes[name] = getattr(function, name)
-        attributes["__wrapped__"] = method
-    except AttributeError:  # it is no method of Python's
-        functools.update_wrapper(cast(Any, proxy), method, updated=())
 
 
 def _itself(method: Any) -> Any:
@@ -149,6 +201,7 @@ class Guard(Proxy, _native.Guard):
     def use(self, cover: Cover) -> None:
         """Run calls in sections of this cover from now on."""
         self.cover = cover
+        cover.guards.add(self)
         self.number = id(cover)  # which Dynamo can compare
         self.set_target(self.entered, cover)
         self.cover.codes[id(self.entered)] = self._compiled_frames()
@@ -189,9 +242,41 @@ class Compiling(Proxy):
         finally:
             for name, each in standing.items():
                 if isinstance(each, Guard):
-                    each.cover.guards.add(Guard(self.module, name, each.cover))
+                    Guard(self.module, name, each.cover)
                 else:
                     Hidden(self.module, name)
+
+
+def _cover_of(module: nn.Module, bound: nn.Module) -> Cover:
+    """The cover of this module. It takes over the guards that earlier calls of bind() have put into its parts.
+
+    Another module's guards keep their own cover: they raise ClosedError where that is of a closed Subscriber.
+    """
+    inside = {id(each): each for each in (module, *modules_in(module), *modules_in(bound))}
+    guards = [each for part in inside.values() for each in vars(part).values() if isinstance(each, Guard)]
+    cover = next((each.cover for each in guards if each.cover.is_of(module)), None) or Cover(module)
+    for each in guards:
+        each.use(cover)
+    return cover
+
+
+def _install(module: nn.Module, name: str, cover: Cover) -> None:
+    if not isinstance(module.__dict__.get(name), Guard):
+        Guard(module, name, cover)
+    if name == CALL:
+        for hidden, kind in (("_call_impl", Hidden), ("compile", Compiling)):
+            if hidden not in module.__dict__:
+                kind(module, hidden)
+
+
+def _remove(cover: Cover) -> None:
+    """Remove the guards of a cover that covers nothing. One that the user has wrapped stays below its wrapper."""
+    for guard in list(cover.guards):
+        guard.remove()
+        for name in ("_call_impl", "compile"):
+            standing = guard.module.__dict__.get(name)
+            if isinstance(standing, (Hidden, Compiling)):
+                standing.remove()
 
 
 _compiled_types: tuple[type, ...] = ()  # what torch.compile() makes of a module, once Dynamo is imported

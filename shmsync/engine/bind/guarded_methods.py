@@ -15,7 +15,8 @@ from torch import nn
 from ...errors import ProtocolError
 from ..source.leaf_check import is_tensordict
 from ..source.wrappers import modules_in
-from .guard import CALL
+
+CALL = "_compiled_call_impl"  # a call of the module itself
 
 GuardNames: TypeAlias = bool | Sequence[str]
 

@@ -31,8 +31,8 @@ from ...memory.dynamo import skip
 from ...memory.manifest import Key
 from ...memory.strides import layout_of
 from ...memory.torch_modes import copy_into, plainly, run_plainly
+from ..bind.binding import refuse_max_norm
 from ..bind.guard import Proxy
-from ..bind.module_check import refuse_max_norm
 from ..copy.copy_plan import CopyPlan, PlanCache
 from ..source.manifest_check import (
     elsewhere,
@@ -335,7 +335,7 @@ class _Loading(Proxy):
 
     def __init__(self, module: nn.Module, name: str, adoption: Adoption) -> None:
         self._adoption = weakref.ref(adoption)
-        super().__init__(module, name, shows_as=False)
+        super().__init__(module, name)
 
     def __call__(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load, and publish; raise ProtocolError for the part alone."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...engine.bind.binding import ModuleCheck
+from ...engine.bind.guard import bind
 from ...engine.bind.guarded_methods import can_be_called
-from ...engine.bind.install_guards import bind
-from ...engine.bind.module_check import ModuleCheck
 from ...engine.subscriber import Consistency, Subscriber, reader_of
 from ...errors import ProtocolError
 from ...memory.control.segment import Handle

@@ -10,8 +10,8 @@ import tempfile
 import time
 
 import shmsync
-from shmsync.engine.bind import install_guards
-from shmsync.engine.bind.module_check import ModuleCheck
+from shmsync.engine.bind import guard as guards
+from shmsync.engine.bind.binding import ModuleCheck
 from shmsync.engine.write.writer import Writer
 from support.weights import Counting, bytes_of, fill, stamped, stamps
 
@@ -45,7 +45,7 @@ def run_with_stderr(state, source, name, file):
 def bind_copies(sub, module, guard=True):
     """As schemes bind a module that is on another device than the arena."""
     reader = sub._reader
-    return install_guards.bind(reader, module, guard, ModuleCheck(reader.arena, reader.name, copies=True), clones=True)
+    return guards.bind(reader, module, guard, ModuleCheck(reader.arena, reader.name, copies=True), clones=True)
 
 
 def open_arena(state, version=1, *, words=4096, first_version=1, **kwargs):

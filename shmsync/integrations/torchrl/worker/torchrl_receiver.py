@@ -11,8 +11,7 @@ from typing import Any
 from torch import nn
 from torchrl.collectors import BaseCollector
 
-from ....engine.bind.binding import Binding, taken_over
-from ....engine.bind.module_check import ModuleCheck, bindable
+from ....engine.bind.binding import Binding, ModuleCheck, bindable, taken_over
 from ....engine.by_value import copy_by_value
 from ....engine.read.reading import Follower, ReadPath, open_reader
 from ....errors import ArenaNotFound, WriterDied
