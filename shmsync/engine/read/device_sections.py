@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 
@@ -23,57 +22,6 @@ from ...memory.devices import Stream, Streams, holding
 from ..deadlines import slice_until
 
 _SLICE = 0.05  # seconds between two looks at what else ends a wait
-
-
-class TorchStreams:
-    """The streams of a device on which no arena can lie, as torch has them: an XPU, or a GPU without cuda-bindings.
-
-    Args:
-        device: where the copies are.
-        module: torch's module for its type.
-    """
-
-    def __init__(self, device: torch.device, module: Any) -> None:
-        self._device = device
-        self._torch = module
-
-    def stream(self) -> torch.Stream:
-        """As in Streams."""
-        return self._torch.Stream(device=self._device)
-
-    def current(self) -> torch.Stream:
-        """As in Streams."""
-        return self._torch.current_stream(self._device)
-
-    def as_stream(self, given: object) -> Stream:
-        """As in Streams. Raises TypeError for what is neither a stream nor an event of torch's."""
-        if not isinstance(given, (torch.Stream, torch.Event, self._torch.Stream, self._torch.Event)):
-            raise TypeError(f"a stream or an event of {self._device} is needed, not {given!r}")
-        return given
-
-    def follow(self, later: Stream, first: Stream) -> bool:
-        """As in Streams."""
-        if not hasattr(later, "wait_event"):
-            return False
-        if hasattr(first, "wait_event"):
-            later.wait_stream(first)
-        else:
-            later.wait_event(first)
-        return True
-
-    def capturing(self, stream: Stream) -> bool:
-        """As in Streams."""
-        return bool(getattr(self._torch, "is_current_stream_capturing", bool)())
-
-    def wait(self, stream: Stream, seconds: float) -> bool:
-        """As in Streams; for more than 0 seconds it waits until all work is done, since torch has no timed wait."""
-        if seconds <= 0 and hasattr(stream, "query"):
-            return bool(stream.query())
-        stream.synchronize()
-        return True
-
-    def check(self) -> None:
-        """As in Streams: torch itself raises a failure."""
 
 
 class PrivateCopies:
@@ -162,10 +110,9 @@ class SectionStreams:
         names = set()
         for tensor in copies:
             name = str(tensor.device)
-            if name not in ("cpu", "meta") and name != own:
-                before = self._known.get(name)
-                streams = _streams_of(tensor) if before is None else None
-                if streams is not None:
+            if name not in ("cpu", "meta", own):
+                streams = holding(tensor) if name not in self._known else None
+                if streams is not None:  # else it is no device of ours, and does one thing after the other
                     self._known[name] = PrivateCopies(streams)
                 names.add(name)
         self.apart = [self._known[name] for name in sorted(names & self._known.keys())]
@@ -256,12 +203,3 @@ def wait_for_reads(arena: Arena, name: str, deadline: float) -> None:
                 f"{place.device.name} still does what was asked for in read sections of arena {name!r}; nothing was "
                 "closed, call close() again when it has done so"
             )
-
-
-def _streams_of(tensor: torch.Tensor) -> Streams | None:
-    """Of the device that the tensor lies on; None: it does one thing after the other."""
-    device = holding(tensor)
-    if device is not None:
-        return device
-    module = torch.get_device_module(tensor.device)
-    return TorchStreams(tensor.device, module) if hasattr(module, "current_stream") else None
