@@ -276,7 +276,7 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         """
         if "read" in vars(self):
             self._import_tensordict()
-        result, version = self._reader.run(fn, args, kwargs)
+        result, version = self._reader.run(self._reader.private, fn, args, kwargs)
         return (result, version) if with_version else result
 
     def snapshot(self) -> Snapshot:
@@ -314,33 +314,27 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         reader = self._reader
         reader.check_open()
 
-        def taken() -> tuple[int, dict[str, str]]:
-            version, slot = reader.held
+        def taken() -> dict[str, str]:
             if modules:
-                return version, digests_held(reader.arena, slot, modules)
-            return version, digests_of(reader.arena, slot)
+                return digests_held(reader.arena, reader.held_slot, modules)
+            return digests_of(reader.arena, reader.held_slot)
 
-        return reader.run_as_is(taken)
+        digests, version = reader.run(taken)
+        return version, digests
 
     def _import_tensordict(self) -> None:
-        """Before the first section, where no module is bound: it is for the weights, whose import takes over 1 s.
+        """Before the first section of read() or run(): it may be for the weights, and the import takes over 1 s.
 
-        Inside the section a publisher with one slot would wait for that. A worker with a bound module may never use
-        TensorDicts, which take 130 MB.
+        Inside the section a publisher with one slot would wait for that. A worker that only calls its bound module
+        never comes here, and TensorDicts take 130 MB.
         """
         vars(self).pop("read", None)
-        if not self._reader.followers:
-            import_module("tensordict")
+        import_module("tensordict")
 
     def _copied(self) -> tuple[dict[Key, torch.Tensor], int]:
         """The leaves of one version in new memory, and that version."""
         reader = self._reader
-
-        def copy() -> tuple[dict[Key, torch.Tensor], int]:
-            version, slot = reader.held
-            return copied(reader.arena, slot), version
-
-        return reader.run_as_is(copy)
+        return reader.run(lambda: copied(reader.arena, reader.held_slot))
 
     def close(self) -> None:
         """Give the row back. Tensors of the arena stay readable, but unprotected. Idempotent.

@@ -163,7 +163,7 @@ class Cover(_native.Cover):
         """Call as run() of an optimistic subscriber does: again, if the section was torn."""
         if self.path is None:
             return inner(*args, **kwargs)
-        return self.path.run_as_is(self.run_inside, inner, args, kwargs)
+        return self.path.run(self.run_inside, inner, args, kwargs)[0]
 
     @skip
     def _finish(self, out: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = MappingProxyType({})) -> Any:

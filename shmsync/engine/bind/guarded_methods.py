@@ -78,18 +78,14 @@ def _all(module: nn.Module) -> list[GuardedCall]:
 def _named(module: nn.Module, name: str) -> list[GuardedCall]:
     if not isinstance(name, str) or not name:
         raise TypeError(f"guard names methods and submodules by dotted strings, not {name!r}")
-    owner, found = module, module
-    *path, last = name.split(".")
-    for part in (*path, last):
-        owner = found
-        if not isinstance(owner, nn.Module) or not hasattr(owner, part):
+    owner, found, last = module, module, ""
+    for last in name.split("."):
+        owner, found = found, getattr(found, last, None)  # type: ignore[assignment]
+        if found is None or not isinstance(owner, nn.Module):
             raise ValueError(
-                f"guard names {name!r}, but this {type(module).__name__} has no {part!r} there; it has "
+                f"guard names {name!r}, but this {type(module).__name__} has no {last!r} there; it has "
                 f"{', '.join(_names(owner)) or 'nothing to call'}"
             )
-        found = owner._modules.get(part)  # type: ignore[assignment]
-        if found is None and part != last:
-            raise ValueError(f"guard names {name!r}, but {part!r} is no submodule")
     if isinstance(found, nn.Module):
         _refuse_own_call(found)
         calls = [GuardedCall(found, CALL), GuardedCall(found, "forward")] if _has_forward(found) else []
@@ -104,7 +100,7 @@ def _named(module: nn.Module, name: str) -> list[GuardedCall]:
             f"guard names {name!r}, which Python or torch looks up elsewhere than on one object; name a method of "
             "yours, or 'forward' for calls of the module"
         )
-    if isinstance(method, (NoneType, staticmethod, classmethod, property)) or not callable(getattr(owner, last)):
+    if isinstance(method, (NoneType, staticmethod, classmethod, property)) or not callable(found):
         raise ValueError(
             f"guard names {name!r}, a {type(method).__name__}, which cannot be replaced on one object. Name the method "
             "that uses it, or put it in `with sub.read():`"

@@ -42,35 +42,10 @@ def private(out: Any, aliases: Test, given: tuple[Any, ...] = ()) -> Any:
         if not any(made is not value for made, value in zip(values, out, strict=True)):
             return out
         return out._make(values) if hasattr(out, "_make") else type(out)(values)
-    if isinstance(out, dict):  # and transformers' ModelOutput, whose attributes are its items
-        changed = _changed(dict(out), aliases, given)
-        if not changed:
-            return out
-        made = copy.copy(out)
-        for key, value in changed.items():
-            made[key] = value
-        return made
-    if dataclasses.is_dataclass(out) and not isinstance(out, type):
-        names = [field.name for field in dataclasses.fields(out)]
-        changed = _changed({name: getattr(out, name) for name in names if hasattr(out, name)}, aliases, given)
-        if not changed:
-            return out
-        made = copy.copy(out)
-        for name, value in changed.items():
-            object.__setattr__(made, name, value)  # it may be frozen
-        return made
     if isinstance(out, _INVERSE):
         forward = out.inv
         made = private(forward, aliases, given)
         return out if made is forward else made.inv
-    if isinstance(out, (Distribution, Transform)):
-        parts = {name: value for name, value in vars(out).items() if name != "_inv"}  # which copy() leaves out too
-        changed = _changed(parts, aliases, given)
-        if not changed:
-            return out
-        made = copy.copy(out)
-        vars(made).update(changed)
-        return made
     if isinstance(out, (Generator, Coroutine, AsyncGenerator)):
         if not isinstance(out, AsyncGenerator):
             out.close()
@@ -79,14 +54,29 @@ def private(out: Any, aliases: Test, given: tuple[Any, ...] = ()) -> Any:
             "Make the part that uses the weights a plain method, and loop or await around it; or use "
             "bind(clone_outputs=False), and run it inside `with sub.read():`"
         )
-    return out
+    parts = _parts(out)
+    changed = {key: made for key, value in parts.items() if (made := private(value, aliases, given)) is not value}
+    if not changed:
+        return out
+    made = copy.copy(out)
+    for key, value in changed.items():
+        if isinstance(out, dict):
+            made[key] = value
+        else:
+            object.__setattr__(made, key, value)  # a dataclass may be frozen
+    return made
 
 
 @skip
-def _changed(parts: dict[Any, Any], aliases: Test, given: tuple[Any, ...]) -> dict[Any, Any]:
-    """What private() gives for these, as far as it is something else."""
-    made = {key: private(value, aliases, given) for key, value in parts.items()}
-    return {key: value for key, value in made.items() if value is not parts[key]}
+def _parts(out: Any) -> dict[Any, Any]:
+    """The values inside a dict, a dataclass or a distribution, by key or by attribute; {} for anything else."""
+    if isinstance(out, dict):  # and transformers' ModelOutput, whose attributes are its items
+        return dict(out)
+    if dataclasses.is_dataclass(out) and not isinstance(out, type):
+        return {each.name: getattr(out, each.name) for each in dataclasses.fields(out) if hasattr(out, each.name)}
+    if isinstance(out, (Distribution, Transform)):
+        return {name: value for name, value in vars(out).items() if name != "_inv"}  # which copy() leaves out too
+    return {}
 
 
 @skip

@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -68,18 +68,16 @@ with suppress(ImportError):  # this torch does not say
 
 
 class Follower(Protocol):
-    """Something that shows the weights and moves to each new version: a bound module, for example.
+    """Something that shows the weights and moves to each new version: a bound module, for example."""
 
-    It overrides what concerns it.
-    """
+    def move(self, slot: int) -> bool:
+        """Show this slot, whose version the open section holds. False: drop this follower."""
+
+    # What concerns some followers only.
 
     def prepare(self) -> None:
         """Called for all followers before any moves. What cannot show the next version raises."""
         return
-
-    def move(self, slot: int) -> bool:
-        """Show this slot, whose version the open section holds. False: drop this follower."""
-        raise NotImplementedError
 
     def rebase(self, arena: Arena) -> None:
         """From the next move() on, show this arena. Its leaves are the same, its slots and addresses are not."""
@@ -207,11 +205,6 @@ class ReadPath(_native.Reader):
         )
 
     @property
-    def held(self) -> tuple[int, int]:
-        """The version and the slot of the open section."""
-        return self.held_version, self.held_slot
-
-    @property
     def gone(self) -> bool:
         """Will the publisher of this arena publish nothing more?"""
         return self.state == State.CLOSED or not self._peers.alive(self.writer)
@@ -275,32 +268,18 @@ class ReadPath(_native.Reader):
         )  # fmt: skip
 
     @skip
-    def run(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[T, int]:
-        """As Subscriber.run(), with the version."""
-        return self._computed(self._private, (fn, args, kwargs), {})
-
-    @skip
-    def _private(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return private(fn(*args, **kwargs), self.aliases, (*args, *kwargs.values()))
-
-    @skip
-    def run_as_is(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """As run(), but the result may show the weights."""
-        return self._computed(fn, args, kwargs)[0]
-
-    @skip
-    def _computed(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[T, int]:
-        """The result, and the version that it was computed with."""
+    def run(self, fn: Callable[..., T], *args: Any) -> tuple[T, int]:
+        """What fn(*args) gives in one section that is not torn, views of the weights included, and its version."""
         if self._teller is not None and self._teller == threading.get_ident():  # in a function of on_version()
-            return fn(*args, **kwargs), self.held_version
+            return fn(*args), self.held_version
         if not self.optimistic or self.in_section:
             with self.read() as section:
-                return fn(*args, **kwargs), section.version
+                return fn(*args), section.version
         for _ in range(_TEARS_BEFORE_PIN):
             section = self.read()
             try:
                 with section:
-                    result = fn(*args, **kwargs)
+                    result = fn(*args)
             except Exception:
                 if not section.torn:
                     raise
@@ -308,16 +287,15 @@ class ReadPath(_native.Reader):
                 if not section.torn:
                     return result, section.version
             self.count_retry()
-        return self.pinned(fn, *args, **kwargs)
+        with self.hold_lock():
+            self.forget_applied()  # so that entering takes the slow path, which knows about Pinned
+            with self.read(timeout=Pinned(self.timeout)) as section:
+                return fn(*args), section.version
 
     @skip
-    def pinned(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> tuple[T, int]:
-        """The result and its version, computed once, in a section that is not torn."""
-        with self.hold_lock():
-            if self.optimistic and not self.in_section:
-                self.forget_applied()  # so that entering takes the slow path, which knows about Pinned
-            with self.read(timeout=Pinned(self.timeout)) as section:
-                return fn(*args, **kwargs), section.version
+    def private(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What fn(*args, **kwargs) gives, made fit to outlive the section that this is called in."""
+        return private(fn(*args, **kwargs), self.aliases, (*args, *kwargs.values()))
 
     def on_version(self, fn: Callable[[int], object]) -> None:
         """As Subscriber.on_version()."""

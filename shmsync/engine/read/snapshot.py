@@ -1,6 +1,6 @@
 """snapshot() and state_dict(): one version, copied into private memory.
 
-Subscriber copies inside a section. reading.py, _computed(), repeats a section that was torn.
+Subscriber copies inside a section. reading.py, run(), repeats a section that was torn.
 """
 
 from __future__ import annotations
