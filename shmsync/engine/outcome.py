@@ -1,6 +1,6 @@
 """What became of a version: the workers that applied it, those that did not, and the sentences of the errors.
 
-The errors of a wait for workers are composed here, whether they answer through the reader table (row_wait.py), a pipe
+The errors of a wait for workers are composed here, whether they answer through the reader table (write/acks.py), a pipe
 or another machine. What is refused or given up before such a wait begins has its error at that place.
 """
 

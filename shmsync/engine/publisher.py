@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -11,24 +12,21 @@ import torch
 from torch import nn
 
 from .. import _native
-from ..errors import WriterBusy
+from ..errors import ForkedHandle, WriterBusy
 from ..memory.control import segment
 from ..memory.control.leftovers import new_name
 from ..memory.control.reader_figures import figures
 from ..memory.control.segment import Handle
 from ..memory.devices import named
 from ..memory.dynamo import disable
-from .arena_device import SAME
 from .deadlines import DEFAULT_TIMEOUT, check_worker, deadline_after, timeout_or_default, timeout_or_none, whole
 from .digest import digests_of
 from .read.snapshot import copied_state
 from .source.dtypes import Dtypes, check_dtypes
-from .source.sources import Filter, Patterns, Weights
+from .source.sources import SAME, Filter, Patterns, Weights
 from .stats import PublisherStats, ReaderInfo
-from .write.acks import Acks
+from .write.acks import Acks, Procs, check_workers, processes_of, wait_for_readers
 from .write.adoption import as_list
-from .write.update import Update
-from .write.wait_attached import Procs, check_workers, processes_of, wait_for_readers
 from .write.writer import Writer
 
 if TYPE_CHECKING:
@@ -202,7 +200,7 @@ class Publisher:
 
         Raises as publish() does: on entry before anything is written, WorkerDied and AckTimeout on leaving.
         """
-        return Update(self, self._writer, _acks(wait), timeout_or_none(timeout))
+        return Update(self, _acks(wait), timeout_or_none(timeout))
 
     def adopt(
         self,
@@ -259,7 +257,7 @@ class Publisher:
         processes = processes_of(wanted, procs)
         writer.check()
         writer.refuse_not_started(wanted)
-        wait_for_readers(writer, wanted, processes, deadline)
+        wait_for_readers(writer.arena.control, writer.current[0], wanted, processes, deadline, writer.check)
 
     def stats(self) -> PublisherStats:
         """Counts and latencies since the arena was made."""
@@ -299,6 +297,59 @@ class Publisher:
 
     def __reduce__(self) -> Any:
         raise TypeError("a Publisher cannot be pickled; pass pub.handle to the worker and make a Subscriber there")
+
+
+class Update(_native.Scope):
+    """What Publisher.update() returns: `with` calls _enter() and _exit(), and _recover() if they are interrupted.
+
+    Not traced where an optimizer's step is compiled: only the step is.
+    """
+
+    def __init__(self, publisher: Publisher, acks: Acks | None, timeout: float | None) -> None:
+        super().__init__()
+        self._publisher = publisher  # lives as long as its section
+        self._writer = publisher._writer
+        self._acks = acks
+        self._timeout = timeout
+        self._seconds = 0.0  # spent at the entry
+
+    @disable
+    def _enter(self) -> TensorDictBase:
+        writer, started = self._writer, time.perf_counter()
+        writer.check()
+        writer.lock.acquire(self)
+        if self._acks is not None:
+            writer.refuse_wait(self._acks)
+        weights = writer.begin_update(deadline_after(self._timeout, writer.timeout))
+        self._seconds = time.perf_counter() - started
+        return weights
+
+    @disable
+    def _exit(self, failed: bool) -> None:
+        writer = self._writer
+        if writer.in_parent:
+            raise ForkedHandle("this update() was begun in the parent process; only the parent can finish it")
+        if failed:
+            self._recover()
+            return
+        started = time.perf_counter()
+        version = writer.end_update()
+        writer.counts.publish.add(self._seconds + time.perf_counter() - started)
+        try:
+            if self._acks is not None:
+                # The timeout starts again: the time spent in the body does not count.
+                writer.wait_acks(version, self._acks, deadline_after(self._timeout, writer.timeout))
+        finally:
+            writer.lock.release(self)  # published: there is nothing left to recover
+
+    @disable
+    def _recover(self) -> None:
+        """Undo: publish nothing, and give the lock back. Safe at any moment, and twice."""
+        writer = self._writer
+        if writer.lock.held_by(self) and not writer.in_parent:
+            writer.updating_thread = None
+            writer.undo()
+            writer.lock.release(self)
 
 
 def writer_of(publisher: Publisher) -> Writer:

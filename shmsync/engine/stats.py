@@ -1,6 +1,6 @@
 """What publishers and subscribers report about themselves: frozen dataclasses, times in seconds.
 
-A publisher's figures are counted in write/writer.py, write/update.py and write/pin_wait.py, a subscriber's in
+A publisher's figures are counted in publisher.py, write/writer.py and write/pin_wait.py, a subscriber's in
 native/src/read_side.cpp and read/reading.py.
 """
 
@@ -52,11 +52,6 @@ class Counts:
     publish: Samples = field(default_factory=Samples)
     pin_wait: Samples = field(default_factory=Samples)
     ack_wait: Samples = field(default_factory=Samples)
-
-    def published(self, seconds: float) -> None:
-        """A publish() has committed, after so long."""
-        self.publishes += 1
-        self.publish.add(seconds)
 
 
 @dataclass(frozen=True)

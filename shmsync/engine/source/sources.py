@@ -17,9 +17,12 @@ import torch
 from torch import nn
 
 from ...errors import ManifestMismatch
+from ...memory import devices
 from ...memory.arrays import as_tensor
+from ...memory.devices import Device
 from ...memory.manifest import Key, Manifest
-from .leaf_check import check_depth, is_tensordict, problem_with_key, shown
+from .dtypes import Dtypes, cast_leaves, kept_leaves
+from .leaf_check import check_depth, is_tensordict, problem_with, problem_with_key, shown
 from .wrappers import bare, walk
 
 if TYPE_CHECKING:
@@ -73,6 +76,7 @@ class Filter(NamedTuple):
 
 
 EVERYTHING = Filter(None, ())
+SAME = "same"  # device=: where the weights are
 
 
 @functools.lru_cache(maxsize=256)
@@ -245,3 +249,52 @@ def check_keys(tensors: Mapping[Key, Any]) -> None:
             problems.append(f"{name!r} is both a tensor and the parent of other keys; rename it")
     if problems:
         raise ManifestMismatch("these weights cannot be published: " + "; ".join(problems))
+
+
+def manifest_of(weights: Weights, filter: Filter, dtype: Dtypes) -> tuple[dict[Key, Any], Manifest]:
+    """The leaves of a new arena for these weights, and its manifest. Raises ManifestMismatch."""
+    everything = collect(weights, EVERYTHING, watch=False).tensors
+    tensors = everything
+    if filter.filters:
+        tensors = {key: value for key, value in everything.items() if filter.admits(".".join(key))}
+    check_keys(tensors)
+    problems = filter.idle(".".join(key) for key in everything) if filter.filters else []
+    problems += [f"{'.'.join(key)} {reason}" for key, value in tensors.items() if (reason := problem_with(value))]
+    if not tensors and not problems:
+        problems = ["there is no tensor to publish (after include= and exclude=)"]
+    if problems:
+        raise ManifestMismatch("these weights cannot be published: " + "; ".join(problems))
+    dtypes = cast_leaves(tensors, dtype, kept_leaves(weights, everything) if isinstance(dtype, torch.dtype) else ())
+    unsaved = not_saved(weights) if isinstance(weights, nn.Module) else ()
+    return tensors, Manifest.of(tensors, dtypes=dtypes, filtered=filter.filters, unsaved=unsaved)
+
+
+def place_of(tensors: Mapping[Key, Any], device: torch.device | str | None) -> tuple[Device | None, bool]:
+    """Where an arena for these tensors lies (None: in the host's memory), and whether sources may lie elsewhere.
+
+    `device`: as in Publisher; wrong ones are TypeError and ValueError.
+
+    Raises ManifestMismatch for "same" when the tensors lie in several places, or where no arena can lie.
+    """
+    if device is None:
+        return devices.default(), True
+    if device != SAME:
+        return devices.named(device), True
+    places: dict[str, list[str]] = {}
+    for key, tensor in tensors.items():
+        if tensor.numel():  # an empty one is nowhere
+            places.setdefault(str(tensor.device), []).append(".".join(key))
+    if not places or list(places) == ["cpu"]:
+        default = devices.default()
+        return default, default is not None
+    if len(places) > 1:
+        lying = "; ".join(f"{len(names)} on {place}, such as {names[0]}" for place, names in places.items())
+        raise ManifestMismatch(
+            f"these weights lie in {len(places)} places ({lying}), so device='same' names none; name one, as in "
+            f"device={next(iter(places))!r}"
+        )
+    ((place, names),) = places.items()
+    try:
+        return devices.named(place), False
+    except ValueError as error:
+        raise ManifestMismatch(f"{names[0]} lies on {place}: {error}") from error

@@ -1,19 +1,135 @@
-"""Waiting until workers have applied a version, and naming those that have not."""
+"""Waiting until workers are attached, or have applied a version, and naming those that have not.
+
+RowWait is one wait over the reader table: until the rows that a call asks about are done, or their processes are dead.
+Acks and attachment wait here; each says when a row is done, and how to sleep between two looks.
+"""
 
 from __future__ import annotations
 
+import select
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from numbers import Integral
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+from ... import _native
 from ...errors import WorkerDied
 from ...memory.control.reader_figures import RowId
-from ..deadlines import slice_until
-from ..outcome import Wording
-from ..row_wait import NAP, RowWait
+from ...memory.system.process import Peer, Peers, ProcessState, owner_word, pid_of
+from ..deadlines import check_worker, slice_until
+from ..outcome import Outcome, Wording
 from .pin_wait import PinWait
 
-_WORDING = Wording(
+Procs = Sequence[Any] | Mapping[int, Any] | None
+
+_NAP = 0.0005  # seconds between two looks, where nothing wakes the wait
+
+
+class RowWait:
+    """The rows that a call asks about, as they were at the last look.
+
+    Args:
+        asked: the rows, for as long as their owners keep them.
+        workers: instead of rows, the indices of workers, attached or not.
+        done: has this row, which may be given back already, done what it is asked for? None: to be attached is enough,
+            and lasts as long as its process lives.
+        dead: processes that died before, by their rows, with the names that errors give them.
+
+    Attributes:
+        done: the rows that were done, by name.
+        late: the rows of living processes that are not done.
+        absent: the workers that have no row.
+    """
+
+    def __init__(
+        self,
+        control: _native.Control,
+        peers: Peers,
+        asked: Iterable[RowId],
+        workers: list[int] | None,
+        done: Callable[[_native.Row], bool] | None,
+        dead: Mapping[RowId, int | str] | None = None,
+    ) -> None:
+        self._control, self._peers, self._is_done = control, peers, done
+        self._asked, self._workers = set(asked), workers
+        self._dead = dict(dead or {})
+        self.done: dict[int | str, _native.Row] = {}
+        self.late: list[RowId] = []
+        self.absent: list[int] = []
+
+    def until(self, deadline: float, check: Callable[[], None], nap: Callable[[], object]) -> None:
+        """Wait until no row is late and no worker absent, at most until the deadline.
+
+        `check` raises what else should end the wait; `nap` sleeps until the next look.
+        """
+        waiting = self._look(deaths=False)  # to find a death costs system calls, and most rows are done after one nap
+        while waiting:
+            nap()
+            waiting = self._look(deaths=True)
+            if waiting:
+                check()
+                if time.monotonic() >= deadline:
+                    return
+
+    @property
+    def dead(self) -> dict[RowId, int | str]:
+        """The rows of processes that died, where no other process has taken the worker's place."""
+        late = {self._control.name_of(row) for row in self.late}
+        return {row: name for row, name in self._dead.items() if name not in self.done and name not in late}
+
+    def outcome(self, wording: Wording) -> Outcome:
+        """What the last look has found, for an error."""
+        outcome = Outcome(wording)
+        outcome.dead = dict.fromkeys(self.dead.values(), "")
+        owners = {self._control.name_of(row): row[1] for row in self.late}
+        outcome.late = [*owners, *self.absent]
+        outcome.pids = {name: pid_of(owner) for name, owner in owners.items()}
+        outcome.stopped = [name for name, owner in owners.items() if self._peers.state(owner) is ProcessState.STOPPED]
+        outcome.absent = list(self.absent)
+        return outcome
+
+    def _look(self, *, deaths: bool) -> bool:
+        """Look at all rows once. Is there anything to wait for?"""
+        if self._is_done is None:
+            self.done.clear()
+        self.late = []
+        for row in self._control.rows(left=True):
+            if self._asks(row) and not self._is_over(row, deaths):
+                self.late.append(row.id)
+        known = {*self.done, *self._dead.values(), *map(self._control.name_of, self.late)}
+        self.absent = [worker for worker in self._workers or () if worker not in known]
+        return bool(self.late or self.absent)
+
+    def _asks(self, row: _native.Row) -> bool:
+        if row.id in self._dead:
+            return False
+        if self._workers is None:  # also a process that has replaced a dead worker
+            return row.id in self._asked or row.worker in self._dead.values()
+        return row.worker in self._workers
+
+    def _is_over(self, row: _native.Row, deaths: bool) -> bool:
+        """Is there nothing to wait for in this row, since it is done, given back, or its process is dead?"""
+        if self._is_done is None:
+            if row.owner and self._peers.alive(row.owner):
+                self.done[row.name] = row
+            return True
+        if self._is_done(row):
+            self.done[row.name] = row
+            return True
+        if row.owner == 0:
+            return True
+        if not deaths or self._peers.alive(row.owner):
+            return False
+        last = self._control.row(row.number)  # it may have done it after the look, and then died
+        if last.owner != row.owner or self._is_done(last):
+            return False  # the next look finds out
+        self._dead[row.id] = row.name
+        return True
+
+
+_ACKS = Wording(
     "a worker applies at its next read section or refresh()",
     sent="is published",
     after_death='The others have it. Start the dead again, or go on without them: wait="all" leaves them out, a list '
@@ -72,16 +188,122 @@ def wait_for_acks(
         if rows.late:
             writer.wait_acks(version, rows.late, slice_until(deadline))
         else:
-            time.sleep(NAP)  # a named worker is not attached yet
+            time.sleep(_NAP)  # a named worker is not attached yet
 
     def check() -> None:
         if closing():
-            raise rows.outcome(_WORDING).closing(what, version)
+            raise rows.outcome(_ACKS).closing(what, version)
 
     rows.until(deadline, check, nap)
     for row in rows.dead:
         control.reap(*row, waits.me)  # the next publish does not wait for it
-    outcome = rows.outcome(_WORDING)
+    outcome = rows.outcome(_ACKS)
     if outcome.late:
         raise outcome.lateness(what, version)
     outcome.check(what, version)
+
+
+_ATTACHED = Wording(
+    "a worker is attached when its Subscriber, with this worker=, is made",
+    sent="is published",
+    died="ended",
+    after_death="Start it again, and look for its own error",
+    after_lateness="Is it still starting? Give more time with timeout=, and pass procs= to learn of deaths at once",
+    do="attach",
+    doing="attaching",
+)
+
+
+def check_workers(workers: Iterable[int]) -> list[int]:
+    """The indices as a list. Raises TypeError, ValueError."""
+    if isinstance(workers, (str, bytes)) or not isinstance(workers, Iterable):
+        raise TypeError(f"workers is a list of worker indices, not {workers!r}")
+    return [check_worker(worker) for worker in workers]
+
+
+def processes_of(workers: list[int], procs: Procs) -> dict[int, Peer]:
+    """The process of each worker, as far as they were given: in the order of `workers`, or by index.
+
+    Raises TypeError and ValueError.
+    """
+    if procs is None:
+        return {}
+    if not isinstance(procs, Mapping):
+        if isinstance(procs, (str, bytes)) or not isinstance(procs, Sequence):
+            raise TypeError(
+                f"procs is a list of processes in the order of workers, or a mapping by worker, not {procs!r}"
+            )
+        if len(procs) != len(workers):
+            raise ValueError(
+                f"procs has {len(procs)} processes for {len(workers)} workers; pass one for each, in their order, or a "
+                "mapping by worker"
+            )
+        procs = dict(zip(workers, procs, strict=True))
+    unknown = [worker for worker in procs if worker not in workers]
+    if unknown:
+        raise ValueError(f"procs names {unknown}, but the workers to wait for are {workers}")
+    return {worker: _peer(process) for worker, process in procs.items()}
+
+
+def _peer(process: Any) -> Peer:
+    if isinstance(process, Integral) and not isinstance(process, bool):
+        try:
+            return Peer(owner=owner_word(int(process)))
+        except (FileNotFoundError, ProcessLookupError):
+            return Peer(process=SimpleNamespace(pid=int(process), exitcode=0))  # no process has this pid any more
+    if hasattr(process, "exitcode") and hasattr(process, "pid"):
+        return Peer(process=process)
+    if hasattr(process, "poll") and hasattr(process, "pid"):
+        return Peer(process=_Child(process.pid, process))
+    raise TypeError(f"a process is a multiprocessing.Process, a subprocess.Popen or a pid, not {process!r}")
+
+
+class _Child(NamedTuple):
+    """A subprocess.Popen, asked as a multiprocessing.Process is."""
+
+    pid: int
+    popen: Any
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.popen.poll()
+
+
+def wait_for_readers(
+    control: _native.Control,
+    version: int,
+    workers: list[int],
+    procs: dict[int, Peer],
+    deadline: float,
+    check: Callable[[], None],
+) -> None:
+    """Wait until live subscribers of these workers are attached. `check` raises what else ends the wait.
+
+    Raises WorkerDied as soon as the process of one that is not attached has ended, AckTimeout at the deadline,
+    ClosedError.
+    """
+    what = f"version {version}"
+    with ExitStack() as stack:
+        peers = stack.enter_context(closing(Peers()))
+        for peer in procs.values():
+            stack.callback(peer.close)
+        rows = RowWait(control, peers, (), workers, done=None)
+        poller = select.poll()
+
+        def nap() -> None:
+            for worker in rows.absent:
+                fd = procs[worker].fd if worker in procs else None
+                if fd is not None:
+                    poller.register(fd, select.POLLIN)
+            poller.poll(2)  # ms, or until one of them dies
+
+        def look() -> None:
+            outcome = Outcome(_ATTACHED)
+            outcome.dead = {each: str(procs[each]) for each in rows.absent if each in procs and procs[each].dead}
+            outcome.check(what, version)
+            check()
+
+        rows.until(deadline, look, nap)
+        outcome = Outcome(_ATTACHED)
+        outcome.add_late({worker: procs.get(worker) for worker in rows.absent})
+        outcome.check(what, version)

@@ -16,7 +16,6 @@ from multiprocessing import util
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from ... import _native
 from ...errors import (
@@ -33,25 +32,21 @@ from ...memory import arena as arenas
 from ...memory.arena import Arena, create
 from ...memory.control import segment
 from ...memory.control.reader_figures import RowId
-from ...memory.manifest import Key, Manifest
+from ...memory.manifest import Key
 from ...memory.system.exiting import exiting, stay_if_exiting, watch_exit
 from ...memory.system.process import Peers, me, pid_of
 from ...memory.torch_modes import plainly, run_plainly
-from ..arena_device import place_for
 from ..by_value import copy_by_value
-from ..copy.copy_plan import CopyPlan, PlanCache
+from ..copy.copy_plan import CopyPlan, DirtyLeaves, PlanCache
 from ..deadlines import Samples, deadline_after
-from ..source.dtypes import Dtypes, cast_leaves, kept_leaves
-from ..source.leaf_check import problem_with
+from ..source.dtypes import Dtypes
 from ..source.manifest_check import same_bytes
-from ..source.sources import EVERYTHING, Filter, Weights, check_keys, collect, not_saved
+from ..source.sources import Filter, Weights, manifest_of, place_of
 from ..stats import Counts, PublisherStats
 from .acks import Acks, WorkerWatch, wait_for_acks
 from .adoption import Adoption
-from .close_request import CloseRequest
 from .device_writes import DeviceWrites, wait_for_sources
-from .dirty_leaves import DirtyLeaves
-from .pin_wait import PinWait
+from .pin_wait import CloseRequest, PinWait
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -89,11 +84,11 @@ class Writer:
         self.source: Weights | None = weights
         self.name, self.timeout = name, timeout
         with plainly():
-            tensors, manifest = _manifest_of(weights, filter, dtype)
-            place = place_for(tensors, device)
+            tensors, manifest = manifest_of(weights, filter, dtype)
+            place, any_device = place_of(tensors, device)
         del tensors
-        self.arena, self._created = create(name, manifest, slots=slots, max_readers=max_readers, device=place.device)
-        self.plans = PlanCache(self.arena, name, filter, any_device=place.any_device)
+        self.arena, self._created = create(name, manifest, slots=slots, max_readers=max_readers, device=place)
+        self.plans = PlanCache(self.arena, name, filter, any_device=any_device)
         on_device = self.arena.on_device
         self.native = _native.Writer(self.arena.control, me().owner, on_device is not None)
         self.device = None if on_device is None else DeviceWrites(on_device, manifest, name, self.native)
@@ -571,23 +566,6 @@ class Writer:
                 self.plans.forget()
                 self._closing.append(True)
                 self._finalizer()
-
-
-def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes) -> tuple[dict[Key, Any], Manifest]:
-    everything = collect(weights, EVERYTHING, watch=False).tensors
-    tensors = everything
-    if filter.filters:
-        tensors = {key: value for key, value in everything.items() if filter.admits(".".join(key))}
-    check_keys(tensors)
-    problems = filter.idle(".".join(key) for key in everything) if filter.filters else []
-    problems += [f"{'.'.join(key)} {reason}" for key, value in tensors.items() if (reason := problem_with(value))]
-    if not tensors and not problems:
-        problems = ["there is no tensor to publish (after include= and exclude=)"]
-    if problems:
-        raise ManifestMismatch("these weights cannot be published: " + "; ".join(problems))
-    dtypes = cast_leaves(tensors, dtype, kept_leaves(weights, everything) if isinstance(dtype, torch.dtype) else ())
-    unsaved = not_saved(weights) if isinstance(weights, nn.Module) else ()
-    return tensors, Manifest.of(tensors, dtypes=dtypes, filtered=filter.filters, unsaved=unsaved)
 
 
 def _clean_up(
