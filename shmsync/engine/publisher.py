@@ -21,7 +21,7 @@ from ..memory.devices import named
 from ..memory.dynamo import disable
 from .deadlines import DEFAULT_TIMEOUT, check_worker, deadline_after, timeout_or_default, timeout_or_none, whole
 from .digest import digests_of
-from .read.snapshot import copied_state
+from .read.section_values import copied_state
 from .source.dtypes import Dtypes, check_dtypes
 from .source.sources import SAME, Filter, Patterns, Weights
 from .stats import PublisherStats, ReaderInfo
@@ -163,8 +163,7 @@ class Publisher:
         """Copy weights into the arena and make them the new version.
 
         Everything is checked before the first byte moves. A mapping may be partial: the other leaves keep their
-        value. Each byte is copied once, whatever the number of readers; cast, gathered and fetched ones too, but for
-        small sets of them with slots = 1.
+        value. Each byte is copied once, whatever the number of readers; cast, gathered and fetched ones too.
 
         Args:
             weights: as in the constructor; None reads the constructor's source again.

@@ -49,8 +49,7 @@ class CopyPlan:
         given: the offsets of the leaves that the source has.
         whole: does it have every leaf?
         in_place: is some leaf of it the slab itself, at the place where it belongs?
-        conversions: the leaves that cannot be copied as plain bytes of the host; stage() them before readers are kept
-            out. Only they may come from devices.
+        conversions: the leaves that cannot be copied as plain bytes of the host. Only they may come from devices.
         nbytes: what copy_to() writes.
     """
 
@@ -87,8 +86,6 @@ class CopyPlan:
                     converted.append((tensor, leaf))
             roles[id(tensor)] = rows, places, home, twin
         self.conversions = Conversions(arena, converted)
-        staged = [(copy, leaf.offset, leaf.nbytes) for copy, leaf in self.conversions.staged]
-        self._staged = _native.Sources([], staged) if staged else None
         self._pieces = pieces if arena.on_device is not None else []
         try:
             self._tensors = _native.SourcePlan(source, roles)
@@ -101,7 +98,7 @@ class CopyPlan:
         else:
             self._tensors.match(source)
         self.conversions.use(self._tensors.converted)
-        self.nbytes = self._tensors.bytes + sum(size for _, _, size in staged) + self.conversions.written
+        self.nbytes = self._tensors.bytes + self.conversions.written
 
     def match(self, source: Weights) -> bool:
         """Is this source as the one that was checked? Then its tensors are the ones that are copied."""
@@ -143,8 +140,6 @@ class CopyPlan:
         """Write the given leaves into this slot, which starts at `address`; plain bytes in one native call."""
         if not self.conversions.none:
             self.conversions.write(slot)
-            if self._staged is not None:
-                self._staged.copy_to(address)
         self._tensors.copy_to(address)
 
 

@@ -269,7 +269,6 @@ class Writer:
                 wait_for_sources(plan, after, deadline, self.name)
             else:
                 self.device.order(plan, after)
-            plan.conversions.stage()
         started = time.perf_counter()
         try:
             self._touched = False
@@ -280,7 +279,6 @@ class Writer:
             if plan is None:
                 assert self.adopted is not None
                 plan = self.adopted.pull()
-                plan.conversions.stage()
             if self.arena.slots > 1:
                 self._carry(plan.given)
             slot = self.native.slot
@@ -402,7 +400,6 @@ class Writer:
         """Publish what the body of an update() has written; the new version."""
         if self.adopted is not None:
             plan = self.adopted.look() or self.adopted.pull()  # the body may have replaced tensors too
-            plan.conversions.stage()
             plan.copy_to(self._addresses[0], 0)
             plan.release()
             self.counts.bytes_copied += plan.nbytes
