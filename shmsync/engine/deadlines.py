@@ -19,18 +19,11 @@ def check_seconds(name: str, seconds: float, means: str) -> float:
     Raises ValueError, which says what some `means`, unless they are 0 or more, or math.inf.
     """
     if isinstance(seconds, bool) or not isinstance(seconds, Real) or not seconds >= 0:  # NaN is not
-        raise ValueError(f"{name} must be 0 or more seconds ({means}), not {_shown(seconds)}")
+        raise ValueError(f"{name} must be 0 or more seconds ({means}), not {seconds!r}")
     try:
         return float(seconds)
     except OverflowError:
         return math.inf
-
-
-def _shown(value: object) -> str:
-    try:
-        return repr(value)
-    except ValueError:  # Python writes no whole number of more than 4,300 digits
-        return "a whole number of thousands of digits"
 
 
 def check_timeout(timeout: float, name: str = "timeout") -> float:
@@ -66,7 +59,7 @@ def whole(name: str, value: SupportsIndex, low: int, high: int = 1 << 48, wrong:
     except TypeError:
         raise wrong(f"{wanted}, not {value!r} ({type(value).__name__}); give it as an int") from None
     if not low <= found <= high:
-        raise ValueError(f"{wanted}, not {_shown(value)}")
+        raise ValueError(f"{wanted}, not {value!r}")
     return found
 
 

@@ -27,7 +27,7 @@ from .by_value import copy_by_value
 from .deadlines import DEFAULT_TIMEOUT, timeout_or_none
 from .digest import digests_held, digests_of
 from .read.reading import ReadPath, open_reader
-from .read.snapshot import Snapshot, copied, state_of
+from .read.section_values import Snapshot, copied, state_of
 from .stats import SubscriberStats
 
 if TYPE_CHECKING:

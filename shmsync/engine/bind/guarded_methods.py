@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partialmethod, singledispatchmethod
-from types import MethodType, NoneType
+from types import NoneType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,8 +18,6 @@ from ..source.wrappers import modules_in
 CALL = "_compiled_call_impl"  # a call of the module itself
 
 GuardNames: TypeAlias = bool | Sequence[str]
-
-_NO_METHODS = frozenset({bool, int, float, str, type(None), tuple, list, set, dict, OrderedDict})  # most attributes
 
 
 class GuardedCall(NamedTuple):
@@ -119,7 +116,7 @@ def own_methods(module: nn.Module) -> list[str]:
     """The public methods that the classes of a module define, those of torch apart, in the order of their definition.
 
     What nn.Module has too (train(), state_dict(), ...) does not count, nor do class methods, static methods and
-    properties. A bound method that was stored under another name does.
+    properties, nor what an object has as an attribute of its own.
     """
     if is_tensordict(module):  # data: TensorDictParams
         return []
@@ -127,9 +124,6 @@ def own_methods(module: nn.Module) -> list[str]:
     for kind in reversed(type(module).__mro__):
         if not _of_torch(kind):
             names.update(dict.fromkeys(name for name, value in vars(kind).items() if _is_method(name, value)))
-    for name, value in vars(module).items():
-        if type(value) not in _NO_METHODS and _is_stored_method(module, name, value):
-            names[name] = None
     return [name for name in names if name in vars(module) or _is_method(name, inspect.getattr_static(module, name))]
 
 
@@ -139,14 +133,6 @@ def _is_method(name: str, value: Any) -> bool:
     if isinstance(value, (type, staticmethod, classmethod, property)):
         return False
     return isinstance(value, (partialmethod, singledispatchmethod)) or (callable(value) and hasattr(value, "__get__"))
-
-
-def _is_stored_method(module: nn.Module, name: str, value: Any) -> bool:
-    return (
-        not name.startswith("_") and name != "forward" and not hasattr(nn.Module, name)
-        and isinstance(getattr(value, "inner", value), MethodType)  # a proxy holds the method
-        and getattr(value, "inner", value).__self__ is module
-    )  # fmt: skip
 
 
 def _has_forward(module: nn.Module) -> bool:
