@@ -97,15 +97,17 @@ class Binding:
             self._counted = [tensor for _, tensor in self.copied if counts_changes(tensor)]
         self._sets: dict[int, list[torch.Tensor]] = {}
         self._address = 0  # of the first view that the parameters show; 0: they have private memory
+        self._slot: int | None = None  # that the parameters show
         # Where a module holds the first parameter: a conversion to another device puts others there.
-        self._place = next(
+        first = self._viewed[0] if viewed else None
+        self._store, self._name_there = next(
             (
-                (weakref.ref(each), name)
+                (each._parameters, name)
                 for each in modules
                 for name, tensor in each._parameters.items()
-                if viewed and tensor is self._viewed[0]
+                if tensor is first is not None
             ),
-            None,
+            ({}, ""),
         )
         copies = [tensor for each in path.followers for tensor in each.private_copies()] + self.private_copies()
         placed = [tensor for tensor in copies if has_address(tensor) and tensor.numel()]
@@ -127,7 +129,7 @@ class Binding:
 
     def rebase(self, arena: Arena) -> None:
         """From the next move() on, show this arena, which has the same leaves."""
-        self._arena = arena
+        self._arena, self._slot = arena, None
         self._sets.clear()
 
     def prepare(self) -> None:
@@ -140,30 +142,25 @@ class Binding:
             if (path := self.path()) is not None:
                 path.streams.refuse_capture()
             self._buffers.put_back()
-        if self._address and (self._viewed[0].data_ptr() != self._address or self._is_replaced()):
+        first = self._viewed[0] if self._address else None
+        if first is not None and (first.data_ptr() != self._address or self._store.get(self._name_there) is not first):
             raise ProtocolError(
                 "the parameters of a bound module were given other memory, as by half(), to() or `param.data =`, so "
                 f"they do not show arena {self._name!r} any more; convert the module before bind(), or bind it again"
             )
 
-    def _is_replaced(self) -> bool:
-        """Has the first parameter another one in its place?"""
-        owner, name = self._place or (lambda: None, "")
-        module = owner()
-        return module is not None and module._parameters.get(name) is not self._viewed[0]
-
     def move(self, slot: int) -> bool:
         """Let the tensors show this slot; False when every owner is gone. Call it inside a section."""
         if self._root() is None and not self.owners():
             return False
-        views = self._sets.get(slot)
-        if views is None:
-            made = self._arena.views(slot)
-            views = self._sets[slot] = [made[key] for key in self._viewed_keys]
-        if not self._address or views[0].data_ptr() != self._address:  # with one slot they show it already
+        if slot != self._slot:  # with one slot they show it already
+            views = self._sets.get(slot)
+            if views is None:
+                made = self._arena.views(slot)
+                views = self._sets[slot] = [made[key] for key in self._viewed_keys]
             with plainly() if modes_are_on() else nullcontext():
                 _native.set_data(self._viewed, views)  # 0.1 to 0.2 µs a tensor
-            self._address = views[0].data_ptr() if views else 0
+            self._slot, self._address = slot, views[0].data_ptr() if views else 0
         if self.copied or self._empty:
             self._renew_copies(slot)
         torch.clear_autocast_cache()  # what was computed from the version before
@@ -197,7 +194,7 @@ class Binding:
         for tensor in self._viewed:
             if (mine is None or id(tensor) in mine) and self._arena.overlaps(tensor):
                 make_private(tensor)
-        self._address = 0
+        self._slot, self._address = None, 0
 
     def drop(self) -> None:
         """Move nothing any more: another binding takes over."""

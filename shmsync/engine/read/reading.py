@@ -427,11 +427,7 @@ class ReadPath(_native.Reader):
             self.order_copies(tensor for each in self.followers for tensor in each.private_copies())
         for follower in self.followers:
             follower.prepare()
-        gone = []
-        for follower in self.followers:
-            if not follower.move(slot):
-                gone.append(follower)
-        for follower in gone:
+        for follower in [each for each in self.followers if not each.move(slot)]:
             self.followers.remove(follower)  # its module is gone
         self._slot = slot
         self._moves += 1
