@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from ... import _native
 from ...errors import ManifestMismatch, ProtocolError
 from ...memory.arena import Arena
-from ...memory.devices import assign, has_address, laid_out
+from ...memory.devices import assign, has_address, holding, laid_out
 from ...memory.manifest import Key
 from ...memory.torch_modes import counts_changes, modes_are_on, plainly, run_plainly
 from ..read.reading import ReadPath
@@ -112,7 +112,10 @@ class Binding:
         copies = [tensor for each in path.followers for tensor in each.private_copies()] + self.private_copies()
         placed = [tensor for tensor in copies if has_address(tensor) and tensor.numel()]
         path.set_copies([(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in placed])
-        path.order_copies(copies)
+        devices = {
+            tensor.device: tensor for tensor in self.private_copies() if tensor.device.type not in ("cpu", "meta")
+        }
+        self._devices = [(holding(tensor), device) for device, tensor in devices.items()]
         _made.add(self)
 
     def owners(self) -> set[nn.Module]:
@@ -139,8 +142,11 @@ class Binding:
         copies would become part of.
         """
         if self.copied:
-            if (path := self.path()) is not None:
-                path.streams.refuse_capture()
+            if any(known is not None and known.capturing(known.current()) for known, _ in self._devices):
+                raise ProtocolError(
+                    "a graph is being captured, and the module has buffers or other private copies that a newer "
+                    "version has to be copied into; nothing was changed, begin the capture inside a read section"
+                )
             self._buffers.put_back()
         first = self._viewed[0] if self._address else None
         if first is not None and (first.data_ptr() != self._address or self._store.get(self._name_there) is not first):
@@ -169,7 +175,10 @@ class Binding:
         return True
 
     def _renew_copies(self, slot: int) -> None:
-        """Renew the private copies, after what earlier sections have asked a device for with the old ones."""
+        """Renew the private copies. Devices are waited for: before, since earlier sections may still read the old ones.
+
+        And after, since the section may end, and the next one begin, on another stream than the current one.
+        """
         if self._arena.on_device is None and self._buffers.renew(self._arena.readonly_address(slot)):
             torch.autograd.graph.increment_version(self._counted)  # as copy_() does, for autograd's checks
             copies = []
@@ -177,11 +186,16 @@ class Binding:
             copies = self.copied
         if copies or self._empty:
             made = self._arena.views(slot)
-            path = self.path()
-            with nullcontext() if path is None else path.renewing_copies(), plainly():
+            self._synchronize()
+            with plainly():
                 for key, buffer in (*copies, *self._empty):
                     assign(buffer, made[key])
+            self._synchronize()
             self._empty.clear()
+
+    def _synchronize(self) -> None:
+        for _, device in self._devices:
+            torch.get_device_module(device).synchronize(device)
 
     def private_copies(self) -> list[torch.Tensor]:
         """The tensors that a move copies into."""

@@ -11,8 +11,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -208,18 +208,6 @@ class ReadPath(_native.Reader):
     def gone(self) -> bool:
         """Will the publisher of this arena publish nothing more?"""
         return self.state == State.CLOSED or not self._peers.alive(self.writer)
-
-    @contextmanager
-    def renewing_copies(self) -> Iterator[None]:
-        """The private copies of bound modules are renewed inside; a later use calls use_copies() first."""
-        with self.streams.renewing_copies():
-            yield
-        self.copies_pending = self.streams.pending
-
-    def use_copies(self) -> None:
-        """Order the current stream behind the renewal of private copies."""
-        self.streams.use_copies()
-        self.copies_pending = self.streams.pending
 
     def _look_up(self) -> None:
         """In each slice of a wait: can the version still arrive?"""
@@ -424,7 +412,6 @@ class ReadPath(_native.Reader):
         if self._shown is not self.arena:
             for follower in self.followers:
                 follower.rebase(self.arena)
-            self.order_copies(tensor for each in self.followers for tensor in each.private_copies())
         for follower in self.followers:
             follower.prepare()
         for follower in [each for each in self.followers if not each.move(slot)]:
@@ -442,17 +429,6 @@ class ReadPath(_native.Reader):
 
     def _release_after(self, stream: object) -> None:
         self.streams.add(stream, self.arena)
-
-    def order_copies(self, copies: Iterable[torch.Tensor]) -> None:
-        """From now on these are the private copies of all bound modules."""
-        self.streams.order_copies(copies, self.arena)
-        self.copies_apart = bool(self.streams.apart)
-
-    _use_copies = disable(use_copies)
-
-    @disable
-    def _copies_read(self) -> None:
-        self.streams.end_copies(self.arena)
 
     @disable
     def _reads_end(self, call: HostCall | None) -> None:
