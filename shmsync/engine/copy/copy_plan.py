@@ -22,7 +22,7 @@ from ...memory import arena as arenas
 from ...memory.arena import Arena
 from ...memory.devices import has_address
 from ...memory.manifest import Key, Leaf, Manifest, merged
-from ...memory.torch_modes import plainly, run_plainly
+from ...memory.torch_modes import run_plainly
 from ..source.leaf_check import extent
 from ..source.manifest_check import (
     describe_problems,
@@ -34,7 +34,7 @@ from ..source.manifest_check import (
     untied,
     without,
 )
-from ..source.sources import EVERYTHING, Filter, Weights, collect, not_saved, with_tensors
+from ..source.sources import EVERYTHING, Filter, Weights, collect, not_saved
 from ..source.wrappers import of_wrappers, respelled
 from .converting import Conversions
 
@@ -160,11 +160,7 @@ class PlanCache:
         """The plan for this source, with its tensors. Call release() on it when it was carried out."""
         if self._plans and self._plans[0].match(source):
             return self._plans[0]
-        if (plan := self.kept(source)) is not None:
-            return plan
-        with plainly():
-            tensors = with_tensors(source)
-        return (None if tensors is source else self.kept(tensors)) or self.make(tensors)
+        return self.kept(source) or self.make(source)
 
     def kept(self, source: Weights) -> CopyPlan | None:
         """The plan of an earlier source that was like this one, if it is one of the last."""

@@ -18,44 +18,34 @@ from ..deadlines import slice_until
 _SLICE = 0.05  # seconds between two looks at what else ends a wait
 
 
-class SectionStreams:
-    """The streams that the open section of one Subscriber uses."""
+def end_reads(arena: Arena, name: str, others: list[Stream], call: HostCall | None, look: Callable[[], None]) -> None:
+    """A section on a device is over: its reads come to an end when its streams have done what they have now.
 
-    def __init__(self) -> None:
-        self._others: list[Stream] = []  # besides the current one
-
-    def add(self, stream: object, arena: Arena) -> None:
-        """The open section uses this stream too. Raises TypeError for what is no stream or event of the device."""
-        if arena.on_device is not None:
-            self._others.append(arena.on_device.device.as_stream(stream))
-
-    def end(self, arena: Arena, name: str, call: HostCall | None, look: Callable[[], None]) -> None:
-        """A section on a device is over: its reads come to an end when its streams have done what they have now.
-
-        `call` releases the slot then. None: they end before this returns, and `look` may raise in each slice.
-        """
-        place = arena.on_device
-        assert place is not None
-        device, ending = place.device, place.stream
-        captured = False
-        for stream in (device.current(), *self._others):
-            if device.capturing(stream):  # it is only recorded now; a replay needs a separate section
-                captured = True
-            else:
-                device.follow(ending, stream)
-        self._others.clear()
-        if call is not None:
-            device.call(ending, call)
-            if captured and arena.slots > 1:
-                raise ProtocolError(
-                    f"a graph was captured in a read section of arena {name!r}, which has {arena.slots} slots: its "
-                    "replays would read one of them, whatever version lies there; publish with slots=1, whose "
-                    "addresses stay, and replay inside a section"
-                )
-            return
-        while not device.wait(ending, _SLICE):
-            look()
-            device.check()
+    These are the current one and `others`, which is empty afterwards. `call` releases the slot then. None: they end
+    before this returns, and `look` may raise in each slice.
+    """
+    place = arena.on_device
+    assert place is not None
+    device, ending = place.device, place.stream
+    captured = False
+    for stream in (device.current(), *others):
+        if device.capturing(stream):  # it is only recorded now; a replay needs a separate section
+            captured = True
+        else:
+            device.follow(ending, stream)
+    others.clear()
+    if call is not None:
+        device.call(ending, call)
+        if captured and arena.slots > 1:
+            raise ProtocolError(
+                f"a graph was captured in a read section of arena {name!r}, which has {arena.slots} slots: its "
+                "replays would read one of them, whatever version lies there; publish with slots=1, whose "
+                "addresses stay, and replay inside a section"
+            )
+        return
+    while not device.wait(ending, _SLICE):
+        look()
+        device.check()
 
 
 def wait_for_reads(arena: Arena, name: str, deadline: float) -> None:

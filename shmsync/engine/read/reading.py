@@ -34,6 +34,7 @@ from ...memory import attaching
 from ...memory.arena import Arena
 from ...memory.attaching import Attached, Release
 from ...memory.control.segment import Handle
+from ...memory.devices import Stream
 from ...memory.dynamo import disable, skip
 from ...memory.system.exiting import stay_if_exiting
 from ...memory.system.process import Peers, pid_of
@@ -47,7 +48,7 @@ from ..deadlines import (
     timeout_or_default,
 )
 from ..stats import SubscriberStats
-from .device_sections import SectionStreams, wait_for_reads
+from .device_sections import end_reads, wait_for_reads
 from .outputs import private
 from .successor import Successor
 
@@ -111,7 +112,7 @@ class ReadPath(_native.Reader):
         self.arena = attached.arena
         self.followers: list[Follower] = []
         self.covers: weakref.WeakSet[Any] = weakref.WeakSet()  # of bound modules
-        self.streams = SectionStreams()
+        self._streams: list[Stream] = []  # that the open section uses on a device, besides the current one
         self.optimistic = consistency is Consistency.OPTIMISTIC
         self.timeout = timeout  # default of waits, in seconds
         self._shown = attached.arena  # the arena of `weights`: until a successor's are applied, the old one's
@@ -428,11 +429,12 @@ class ReadPath(_native.Reader):
                 self._release.keep_last()
 
     def _release_after(self, stream: object) -> None:
-        self.streams.add(stream, self.arena)
+        if self.arena.on_device is not None:
+            self._streams.append(self.arena.on_device.device.as_stream(stream))  # TypeError for what is none
 
     @disable
     def _reads_end(self, call: HostCall | None) -> None:
-        self.streams.end(self.arena, self.name, call, self._look_up)
+        end_reads(self.arena, self.name, self._streams, call, self._look_up)
 
     _enter_slow = disable(_enter_slowly)
 

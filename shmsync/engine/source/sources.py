@@ -127,19 +127,6 @@ def collect(
     return Collected(found, watched.dicts)
 
 
-def with_tensors(source: Any, path: Key = ()) -> Any:
-    """A mapping in which arrays and numbers are tensors; any other source, and one that has none, is what it was."""
-    if not isinstance(source, Mapping) or is_tensordict(source):
-        return source
-    check_depth(path)
-    made = {}
-    for key, value in source.items():
-        tensor = with_tensors(value, (*path, key)) if isinstance(value, Mapping) else as_tensor(value)
-        if tensor is not value:
-            made[key] = tensor
-    return {**source, **made} if made else source
-
-
 def _leaves(source: Any, path: Key, watched: _Watch | None) -> Iterator[tuple[Key, Any]]:
     check_depth(path)
     if isinstance(source, nn.Module):

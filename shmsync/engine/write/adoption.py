@@ -15,7 +15,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -58,8 +58,7 @@ class Adoption:
         source: to adopt; nothing is changed before look() and pull().
         arena, name: whose slot becomes its memory.
         plans: which make the plans of its buffers.
-        inside: may the calling thread write the parameters: is it in update(), or is the arena closed?
-        update: opens an update().
+        writer, publisher: that adopt; held weakly, for the module keeps neither.
 
     Raises ManifestMismatch for a source that does not fit, ProtocolError for one that may not be adopted.
     """
@@ -70,11 +69,11 @@ class Adoption:
         arena: Arena,
         name: str,
         plans: PlanCache,
-        inside: Callable[[], bool],
-        update: Callable[[], AbstractContextManager[Any]],
+        writer: Any,
+        publisher: Any,
     ) -> None:
         self.source, self._arena, self.name, self._plans = source, arena, name, plans
-        self._inside, self._update = inside, update
+        self._writer, self._publisher = weakref.ref(writer), weakref.ref(publisher)
         self._views = arena.views(0, writable=True)
         self._placed: dict[Key, torch.Tensor] = {}
         self._plan: CopyPlan | None = None  # None: look at everything
@@ -97,6 +96,15 @@ class Adoption:
                     f"{strides}; make the Publisher of the module that it adopts"
                 )
         self.look()
+
+    def _inside(self) -> bool:
+        """May the calling thread write the parameters: is it in update(), or is the arena closed?"""
+        it = self._writer()
+        return it is None or it.closed or it.adopted is not self or it.updating_thread == threading.get_ident()
+
+    def _update(self) -> AbstractContextManager[Any]:
+        publisher = self._publisher()
+        return nullcontext() if publisher is None else publisher.update()
 
     # ---- what the source has
 

@@ -11,7 +11,6 @@ import threading
 import time
 import weakref
 from collections.abc import Container
-from contextlib import nullcontext
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any
 
@@ -416,7 +415,7 @@ class Writer:
             self.ready(deadline_after(None, self.timeout))
             adopted = self.adopted
             if adopted is None:
-                adopted = self._adoption(weakref.ref(publisher), source)
+                adopted = Adoption(source, self.arena, self.name, self.plans, self, publisher)
                 adopted.check_optimizers(optimizers)
                 self._publish_if_different(source)
                 adopted.pull(copy=False)
@@ -428,20 +427,6 @@ class Writer:
             else:
                 adopted.check_optimizers(optimizers)
             adopted.step_inside_update(optimizers, publisher.update)
-
-    def _adoption(self, publisher: weakref.ref[Any], source: Any) -> Adoption:
-        writer = weakref.ref(self)  # the module keeps neither
-
-        def inside() -> bool:
-            it = writer()
-            return it is None or it.closed or it.adopted is not made or it.updating_thread == threading.get_ident()
-
-        def update() -> Any:
-            owner = publisher()
-            return nullcontext() if owner is None else owner.update()
-
-        made = Adoption(source, self.arena, self.name, self.plans, inside, update)
-        return made
 
     def _publish_if_different(self, source: Weights) -> None:
         tensors, views = self.plans.collect(source), self.arena.views(0)
