@@ -61,11 +61,12 @@ def test_kernels_of_every_stream_see_the_version_of_their_section(device, arena,
         first, second, seen = device.stream(), device.stream(), []
         for value in range(1, 6):
             publish(source, pub, value)
+            first, second = second, first  # each renews the copies while the other one is still busy
             with device.on(first):
                 if enter == "refresh":
                     sub.refresh()
                 with sub.read():
-                    device.kernel(lambda: time.sleep(0.01), first)  # the next version comes before this is done
+                    device.kernel(lambda: time.sleep(0.01), first)
                     look_at(device, net, first, seen)
             with device.on(second), sub.read():
                 look_at(device, net, second, seen)
