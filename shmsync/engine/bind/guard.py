@@ -73,7 +73,8 @@ def bind(
         if not calls:
             _remove(cover)
         for each in modules_in(bound):
-            if _refuse_load not in [getattr(hook, "hook", None) for hook in each._load_state_dict_pre_hooks.values()]:
+            hooks = [getattr(hook, "hook", None) for hook in each._load_state_dict_pre_hooks.values()]
+            if _refuse_load not in hooks and not isinstance(each, torch.jit.ScriptModule):  # which takes no hook
                 each.register_load_state_dict_pre_hook(_refuse_load)
     return module
 

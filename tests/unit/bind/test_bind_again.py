@@ -53,6 +53,17 @@ def test_a_buffer_that_is_a_view_of_a_parameter_is_refused(publisher, subscriber
     assert [each.data_ptr() for each in worker.parameters()] == places
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@torch.no_grad()
+def test_a_part_may_be_scripted(both):
+    trainer, worker = (nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2))) for _ in range(2))
+    pub, sub = both(trainer)
+    sub.bind(worker)
+    step(trainer)
+    pub.publish()
+    assert torch.equal(worker(torch.ones(1, 2)), trainer(torch.ones(1, 2)))
+
+
 def test_a_lazy_module_is_refused_until_it_has_run(publisher, subscriber):
     sub = subscriber(publisher(nn.Linear(3, 2)))
     worker = nn.LazyLinear(2)
