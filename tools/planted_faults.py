@@ -53,7 +53,7 @@ FAULTS = [
           "engine/device/test_copies_on_a_device.py"),
     Fault("shmsync/engine/bind/binding.py", "            self._synchronize()\n            with plainly():",
           "            with plainly():", "engine/device/test_private_copies.py"),
-    Fault("shmsync/engine/bind/binding.py", "known.capturing(known.current()) for known", "False for known",
+    Fault("shmsync/engine/bind/binding.py", "if known is not None and known.capturing(known.current()):", "if False:",
           "engine/device/test_private_copies.py"),
     Fault("shmsync/engine/copy/copy_plan.py", "known.update(given)", "pass", "unit/write/test_carry.py"),
     Fault("shmsync/engine/write/writer.py", "or not plan.whole or plan.in_place:\n                    return",

@@ -95,7 +95,7 @@ class Binding:
                 [(*stores.get(id(tensor), (None, "")), tensor, by_key[leaf].offset) for leaf, tensor in self.copied]
             )
             self._counted = [tensor for _, tensor in self.copied if counts_changes(tensor)]
-        self._sets: dict[int, list[torch.Tensor]] = {}
+        self._sets: dict[int, tuple[list[torch.Tensor], int]] = {}  # by slot; with the address of the first
         self._address = 0  # of the first view that the parameters show; 0: they have private memory
         self._slot: int | None = None  # that the parameters show
         # Where a module holds the first parameter: a conversion to another device puts others there.
@@ -142,14 +142,15 @@ class Binding:
         copies would become part of.
         """
         if self.copied:
-            if any(known is not None and known.capturing(known.current()) for known, _ in self._devices):
-                raise ProtocolError(
-                    "a graph is being captured, and the module has buffers or other private copies that a newer "
-                    "version has to be copied into; nothing was changed, begin the capture inside a read section"
-                )
+            for known, _ in self._devices:
+                if known is not None and known.capturing(known.current()):
+                    raise ProtocolError(
+                        "a graph is being captured, and the module has buffers or other private copies that a newer "
+                        "version has to be copied into; nothing was changed, begin the capture inside a read section"
+                    )
             self._buffers.put_back()
         first = self._viewed[0] if self._address else None
-        if first is not None and (first.data_ptr() != self._address or self._store.get(self._name_there) is not first):
+        if first is not None and (self._store.get(self._name_there) is not first or first.data_ptr() != self._address):
             raise ProtocolError(
                 "the parameters of a bound module were given other memory, as by half(), to() or `param.data =`, so "
                 f"they do not show arena {self._name!r} any more; convert the module before bind(), or bind it again"
@@ -160,13 +161,14 @@ class Binding:
         if self._root() is None and not self.owners():
             return False
         if slot != self._slot:  # with one slot they show it already
-            views = self._sets.get(slot)
-            if views is None:
+            known = self._sets.get(slot)
+            if known is None:
                 made = self._arena.views(slot)
-                views = self._sets[slot] = [made[key] for key in self._viewed_keys]
+                views = [made[key] for key in self._viewed_keys]
+                known = self._sets[slot] = views, views[0].data_ptr() if views else 0
             with plainly() if modes_are_on() else nullcontext():
-                _native.set_data(self._viewed, views)  # 0.1 to 0.2 µs a tensor
-            self._slot, self._address = slot, views[0].data_ptr() if views else 0
+                _native.set_data(self._viewed, known[0])  # 0.1 to 0.2 µs a tensor
+            self._slot, self._address = slot, known[1]
         if self.copied or self._empty:
             self._renew_copies(slot)
         torch.clear_autocast_cache()  # what was computed from the version before

@@ -415,8 +415,12 @@ class ReadPath(_native.Reader):
                 follower.rebase(self.arena)
         for follower in self.followers:
             follower.prepare()
-        for follower in [each for each in self.followers if not each.move(slot)]:
-            self.followers.remove(follower)  # its module is gone
+        gone = None
+        for follower in self.followers:
+            if not follower.move(slot):
+                gone = follower
+        if gone is not None:
+            self.followers.remove(gone)  # its module is gone; of several, the next version removes another one
         self._slot = slot
         self._moves += 1
         earlier, self._shown = self._shown, self.arena
