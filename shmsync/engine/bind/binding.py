@@ -150,7 +150,7 @@ class Binding:
                     )
             self._buffers.put_back()
         first = self._viewed[0] if self._address else None
-        if first is not None and (self._store.get(self._name_there) is not first or first.data_ptr() != self._address):
+        if first is not None and (first.data_ptr() != self._address or self._store.get(self._name_there) is not first):
             raise ProtocolError(
                 "the parameters of a bound module were given other memory, as by half(), to() or `param.data =`, so "
                 f"they do not show arena {self._name!r} any more; convert the module before bind(), or bind it again"
