@@ -30,8 +30,8 @@ from . import errors as _errors
 from . import schemes as _schemes
 from ._native import ReadSection
 from .errors import *  # noqa: F403
-from .memory.control.segment import Handle
-from .memory.system.process import ProcessState
+from .memory.process import ProcessState
+from .memory.segment import Handle
 
 if _TYPE_CHECKING:
     from .engine.deadlines import Latency

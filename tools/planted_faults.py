@@ -80,12 +80,12 @@ FAULTS = [
     # memory
     Fault("shmsync/memory/manifest.py", "            _check_places(leaves)", "            pass",
           "unit/memory/test_hostile_segments.py fuzz/test_fuzz.py"),
-    Fault("shmsync/memory/control/leftovers.py", "return not Peer(owner=header.owner).dead", "return False",
+    Fault("shmsync/memory/leftovers.py", "return not Peer(owner=header.owner).dead", "return False",
           "engine/death/test_leftovers.py"),
-    Fault("shmsync/memory/control/segment.py", "if session is not None and header.session != session:", "if False:",
+    Fault("shmsync/memory/segment.py", "if session is not None and header.session != session:", "if False:",
           "unit/read/test_subscribe.py engine/death/test_writer_death.py"),
-    Fault("shmsync/memory/slab/memfd.py", "if found & seals != seals or", "if", "unit/memory/test_sealed.py"),
-    Fault("shmsync/memory/system/process.py", "self._replaced = not _native.may_be_same_owner(found, self._owner)",
+    Fault("shmsync/memory/slab.py", "if found & seals != seals or", "if", "unit/memory/test_sealed.py"),
+    Fault("shmsync/memory/process.py", "self._replaced = not _native.may_be_same_owner(found, self._owner)",
           "self._replaced = False", "engine/death/test_exec.py limits/test_identities.py"),
     Fault("shmsync/memory/cuda/blocks.py", "mapping.users += 1", "pass", "unit/memory/cuda/test_gpu_memory.py"),
     # schemes

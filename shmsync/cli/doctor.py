@@ -23,9 +23,8 @@ import psutil
 
 from ..errors import ShmSyncError
 from ..memory.inspection import Condition, look_at_all
-from ..memory.slab.available import cgroup_room
-from ..memory.slab.memfd import SEAL_FUTURE_WRITE, SEAL_GROW, SEAL_SHRINK, add_seals
-from ..memory.system.process import Peers
+from ..memory.process import Peers
+from ..memory.slab import SEAL_FUTURE_WRITE, SEAL_GROW, SEAL_SHRINK, add_seals, cgroup_room
 from .output import Commands, Page, command, size
 
 _EXAMPLES = """

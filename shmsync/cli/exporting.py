@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..memory.inspection import ties
-from ..memory.manifest import Manifest
-from ..memory.slab.available import refuse_too_large
-from ..memory.strides import contiguous
+from ..memory.manifest import Manifest, contiguous
+from ..memory.slab import refuse_too_large
 from .inspecting import find
 from .output import Commands, command, seconds, size
 

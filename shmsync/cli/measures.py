@@ -6,9 +6,9 @@ import time
 from contextlib import closing
 
 from ..errors import ArenaNotFound
-from ..memory.control import leftovers
+from ..memory import leftovers
 from ..memory.inspection import ArenaSeen, Condition, ReaderSeen, look, look_at_all
-from ..memory.system.process import Peers
+from ..memory.process import Peers
 
 
 def rate(before: ArenaSeen | None, after: ArenaSeen) -> float | None:

@@ -6,9 +6,9 @@ import argparse
 from contextlib import closing
 
 from ..errors import ShmSyncError
-from ..memory.control import leftovers
+from ..memory import leftovers
 from ..memory.inspection import ArenaSeen, Condition, look
-from ..memory.system.process import Peers
+from ..memory.process import Peers
 from .output import Commands, Page, command
 
 _EXAMPLES = """

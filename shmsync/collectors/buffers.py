@@ -11,8 +11,8 @@ from tensordict import TensorDict
 
 from ..memory.arena import nested, view
 from ..memory.manifest import Key, Manifest
-from ..memory.slab.available import refuse_too_large
-from ..memory.system.calls import refusals
+from ..memory.process import refusals
+from ..memory.slab import refuse_too_large
 from ..memory.torch_modes import run_plainly
 
 BUFFERS = 2

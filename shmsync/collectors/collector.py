@@ -16,7 +16,7 @@ from torch import nn
 
 from ..engine.deadlines import timeout_or_default, whole
 from ..errors import ClosedError, WorkerDied
-from ..memory.system.exiting import watch_exit
+from ..memory.process import watch_exit
 from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
 from ..schemes.arenas.worker_devices import DeviceChoice, WorkerDevices
 from ..schemes.strategy import WeightStrategy, state_of

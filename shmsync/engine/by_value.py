@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..memory import slab
 from ..memory.arena import arena_around
 from ..memory.devices import has_address
-from ..memory.slab import slab
 from ..memory.torch_modes import plainly
 
 

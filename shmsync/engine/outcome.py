@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import AckTimeout, ClosedError, ShmSyncError, WorkerDied
-from ..memory.system.process import Peer
+from ..memory.process import Peer
 
 
 class Failure(NamedTuple):

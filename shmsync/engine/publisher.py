@@ -13,12 +13,11 @@ from torch import nn
 
 from .. import _native
 from ..errors import ForkedHandle, WriterBusy
-from ..memory.control import segment
-from ..memory.control.leftovers import new_name
-from ..memory.control.reader_figures import figures
-from ..memory.control.segment import Handle
+from ..memory import segment
 from ..memory.devices import named
 from ..memory.dynamo import disable
+from ..memory.leftovers import new_name
+from ..memory.segment import Handle, figures
 from .deadlines import DEFAULT_TIMEOUT, check_worker, deadline_after, timeout_or_default, timeout_or_none, whole
 from .digest import digests_of
 from .read.section_values import copied_state

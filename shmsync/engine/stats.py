@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..memory.system.process import ProcessState
+from ..memory.process import ProcessState
 from .deadlines import Latency, Samples
 
 

@@ -17,9 +17,9 @@ from torch import nn
 from .. import _native
 from .._native import State
 from ..errors import ClosedError, Poisoned, ProtocolError, WriterBusy
-from ..memory.control.segment import Handle
 from ..memory.dynamo import skip
 from ..memory.manifest import Key
+from ..memory.segment import Handle
 from .bind.binding import ModuleCheck
 from .bind.guard import bind
 from .bind.guarded_methods import GuardNames

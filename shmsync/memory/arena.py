@@ -14,13 +14,11 @@ import torch
 
 from .. import _native
 from ..errors import ClosedError, NoSpace
-from .control import segment
+from . import segment, slab
 from .devices import Device, OnDevice, has_address
 from .manifest import Key, Leaf, Manifest, fingerprint, tree
-from .slab import slab
-from .slab.slab import Slab
-from .system.calls import close, refusals
-from .system.process import Peer, me
+from .process import Peer, close, me, refusals
+from .slab import Slab
 from .torch_modes import plainly, run_plainly
 
 if TYPE_CHECKING:

@@ -8,14 +8,11 @@ from typing import NamedTuple
 
 from .. import _native
 from ..errors import ArenaNotFound, ReaderTableFull, WriterDied
+from . import segment, slab
 from .arena import Arena
-from .control import segment
 from .devices import OnDevice, of_kind
 from .manifest import checked_manifest
-from .slab import slab
-from .system.calls import refusals
-from .system.exiting import exiting, watch_exit
-from .system.process import Peers, me
+from .process import Peers, exiting, me, refusals, watch_exit
 
 _BETWEEN_LOOKS = 0.005  # seconds, while a publisher is started again
 _LAST_READS = 50_000_000  # ns; close() has waited longer, this is for what was never closed
@@ -86,8 +83,8 @@ def _mapped(name: str, control: _native.Control, header: _native.Header, worker:
 
 def _claim(control: _native.Control, peers: Peers, owner: int, worker: int, name: str) -> int:
     for row in control.rows() if worker >= 0 else ():
-        if row.worker == worker and not peers.alive(row.owner):
-            control.reap(*row.id, owner)  # else the next publish() would report a worker whose place is taken
+        if row.worker == worker:
+            peers.clear_dead(control, row.id)  # else the next publish() would report a worker whose place is taken
     free = control.claim(owner, worker)
     if free is not None:
         return free

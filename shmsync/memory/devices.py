@@ -16,7 +16,7 @@ import torch
 
 from .. import _native
 from ..errors import ArenaNotFound, DeviceFailed, ForkedHandle, ShmSyncError
-from .strides import same_order
+from .manifest import same_order
 from .torch_modes import copy_into
 
 Piece = tuple[int, int, int]  # to, from: addresses; bytes

@@ -15,15 +15,14 @@ from pathlib import Path
 
 from .. import _native
 from ..errors import ArenaCorrupt, ArenaNotFound, ShmSyncError
-from .control import header as _header
-from .control.header import check_readable, locked, opened
-from .control.leftovers import may_live
-from .control.leftovers import names as all_names
-from .control.reader_figures import figures
+from . import header as _header
+from .header import check_readable, locked, opened
+from .leftovers import may_live
+from .leftovers import names as all_names
 from .manifest import Manifest, checked_manifest
-from .slab.slab import slab_bytes
-from .system.calls import refusals
-from .system.process import Peers, me, pid_of
+from .process import Peers, me, pid_of, refusals
+from .segment import figures
+from .slab import slab_bytes
 
 
 class Condition(str, Enum):

@@ -3,6 +3,9 @@
 A leaf is a key path, a dtype, a shape, strides and an offset. Tied tensors share one offset. The manifest is written as
 JSON into the control segment; its fingerprint is part of the header, so that a mismatched reader refuses to attach.
 
+Each leaf's strides are dense, as those of a contiguous tensor whose dimensions were permuted: channels_last,
+transposed. A tensor with gaps, or with several elements in one place, is laid out as its clone() would be.
+
 The command line reads manifests without torch: torch is imported when a leaf is asked for its `dtype`.
 """
 
@@ -12,14 +15,13 @@ import hashlib
 import json
 import math
 import reprlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ArenaCorrupt
-from .slab.slab import SLOT_ALIGNMENT, TENSOR_ALIGNMENT
-from .strides import Strides, contiguous, dense, layout_of
+from .slab import SLOT_ALIGNMENT, TENSOR_ALIGNMENT
 
 if TYPE_CHECKING:
     import torch
@@ -27,9 +29,12 @@ if TYPE_CHECKING:
     from .. import _native
 
 Key = tuple[str, ...]
+Strides = tuple[int, ...]
 
 T = TypeVar("T")
 _LARGEST = 2**63
+# Elements of any dtype: a stride of so many bytes is still a number. That of a dimension of size 1 may be any.
+_FARTHEST = 2**63 // 16
 _CAST, _UNSAVED = 1, 2  # marks of a leaf
 
 
@@ -303,3 +308,52 @@ def tie(tensor: torch.Tensor) -> tuple[object, ...] | None:
         tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(),
         tensor.is_conj(), tensor.is_neg(),
     )  # fmt: skip
+
+
+# Strides.
+
+
+@lru_cache(maxsize=4096)
+def contiguous(shape: tuple[int, ...]) -> Strides:
+    """The strides of a contiguous tensor of this shape."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def layout_of(tensor: torch.Tensor) -> Strides:
+    """The strides of the tensor's clone(), as torch itself chooses them; an empty tensor has those of contiguous().
+
+    Those of dimensions of size 1 are kept too: they lead nowhere, but kernels choose their memory format by them.
+    """
+    strides, rows = tensor.stride(), contiguous(tensor.shape)
+    if strides == rows or not tensor.numel():
+        return rows
+    if not tensor.is_contiguous():
+        import torch  # here, since the command line reads strides without it
+
+        from .torch_modes import plainly
+
+        with plainly():
+            strides = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
+    return strides if max(strides) < _FARTHEST else rows
+
+
+def same_order(shape: Sequence[int], first: Sequence[int], second: Sequence[int]) -> bool:
+    """Have tensors of this shape with these strides their values at the same places?"""
+    return first == second or all(a == b or size == 1 for size, a, b in zip(shape, first, second, strict=True))
+
+
+def dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Do these strides lead to each element of this shape by one way, and to nothing else? Both are numbers from 0."""
+    if len(shape) != len(strides) or 0 in shape:
+        return False
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if stride >= _FARTHEST or (size > 1 and stride != expected):
+            return False
+        expected *= size
+    return True

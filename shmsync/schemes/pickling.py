@@ -12,7 +12,7 @@ from torch import nn
 
 from ..engine.source.leaf_check import problem_with
 from ..memory.devices import laid_out
-from ..memory.strides import Strides, contiguous, layout_of
+from ..memory.manifest import Strides, contiguous, layout_of
 from ..memory.torch_modes import run_plainly
 
 # Pickles a message without tensors. Equal messages give equal bytes in both processes.

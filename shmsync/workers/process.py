@@ -15,8 +15,7 @@ from typing import Any
 
 from ..engine.outcome import Failure
 from ..errors import ProtocolError
-from ..memory.system.exiting import stay_if_exiting
-from ..memory.system.process import Peer, me, start_process
+from ..memory.process import Peer, me, start_process, stay_if_exiting
 from ..schemes.link.connection import Channel
 from ..schemes.link.gather import LinkPoll
 from .worker_process import ATTACHED, BEGAN, FAILED, Start, run

@@ -24,8 +24,8 @@ import torch
 from ..engine.outcome import Failure
 from ..engine.subscriber import Subscriber, reader_of
 from ..errors import ClosedError
-from ..memory.control.segment import Handle
-from ..memory.system.process import Peer, dead_parent
+from ..memory.process import Peer, dead_parent
+from ..memory.segment import Handle
 
 LEAVE = "leave"  # the trainer's word
 BEGAN, ATTACHED, FAILED = "began", "attached", "failed"  # the worker's

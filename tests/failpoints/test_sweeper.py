@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 import shmsync
-from shmsync.memory.control import leftovers
+from shmsync.memory import leftovers
 from support.calls import Call
 from support.faults.failpoints import Held, NotPassed, sweep
 from support.jobs.engine import open_arena, read

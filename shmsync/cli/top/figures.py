@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...memory.inspection import ArenaSeen, ReaderSeen, look_at_all
-from ...memory.system.process import Peers
+from ...memory.process import Peers
 from ..measures import holders, rate
 
 _LONG = 120  # looks that are kept

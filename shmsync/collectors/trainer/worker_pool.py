@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ...engine.outcome import Outcome, Wording
-from ...memory.system.exiting import stay_if_exiting
+from ...memory.process import stay_if_exiting
 from ...schemes import WeightSyncScheme
 from ...schemes.link.gather import LinkPoll
 from ...workers.process import EXIT_CODE, Process, leave

@@ -13,8 +13,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from ...memory.system.calls import poll
-from ...memory.system.process import dead_parent
+from ...memory.process import dead_parent, poll
 from ...workers.worker_process import Reported, report
 from ..buffers import Buffers, BufferSpec
 from ..options import WorkerSpec

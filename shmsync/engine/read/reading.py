@@ -33,11 +33,10 @@ from ...errors import (
 from ...memory import attaching
 from ...memory.arena import Arena
 from ...memory.attaching import Attached, Release
-from ...memory.control.segment import Handle
 from ...memory.devices import Stream
 from ...memory.dynamo import disable, skip
-from ...memory.system.exiting import stay_if_exiting
-from ...memory.system.process import Peers, pid_of
+from ...memory.process import Peers, pid_of, stay_if_exiting
+from ...memory.segment import Handle
 from ..deadlines import (
     Samples,
     check_timeout,

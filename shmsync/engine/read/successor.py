@@ -5,12 +5,11 @@ from __future__ import annotations
 import warnings
 
 from ...errors import ArenaNotFound, ManifestMismatch, ShmSyncError, WriterDied
-from ...memory import attaching
+from ...memory import attaching, segment
 from ...memory.arena import Arena
 from ...memory.attaching import Attached
-from ...memory.control import segment
 from ...memory.manifest import Leaf, Manifest, checked_manifest
-from ...memory.system.process import Peers
+from ...memory.process import Peers
 
 _SHOWN = 8  # differences that an error lists
 

@@ -16,8 +16,7 @@ import torch
 from ... import _native
 from ...memory.arena import Arena
 from ...memory.devices import has_address
-from ...memory.manifest import Key, Leaf, tie
-from ...memory.strides import same_order
+from ...memory.manifest import Key, Leaf, same_order, tie
 from .leaf_check import extent, problem_with
 from .wrappers import of_wrappers
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from ... import _native
 from ...errors import WorkerDied
-from ...memory.control.reader_figures import RowId
-from ...memory.system.process import Peer, Peers, ProcessState, owner_word, pid_of
+from ...memory.process import Peer, Peers, ProcessState, owner_word, pid_of
+from ...memory.segment import RowId
 from ..deadlines import check_worker, slice_until
 from ..outcome import Outcome, Wording
 from .pin_wait import PinWait

@@ -28,8 +28,7 @@ from ...errors import ManifestMismatch, ProtocolError
 from ...memory.arena import Arena, lies_in, mapped_ranges
 from ...memory.devices import assign
 from ...memory.dynamo import skip
-from ...memory.manifest import Key
-from ...memory.strides import layout_of
+from ...memory.manifest import Key, layout_of
 from ...memory.torch_modes import copy_into, plainly, run_plainly
 from ..bind.binding import refuse_max_norm
 from ..bind.guard import Proxy

@@ -19,7 +19,7 @@ from ... import _native
 from ...errors import DeviceBusy, DeviceFailed, ProtocolError, ShmSyncError
 from ...memory.devices import Device, OnDevice, Piece, Stream
 from ...memory.manifest import Manifest
-from ...memory.system.exiting import stay_if_exiting
+from ...memory.process import stay_if_exiting
 from ..copy.copy_plan import CopyPlan
 from ..deadlines import slice_until
 

@@ -14,9 +14,8 @@ from contextlib import contextmanager, suppress
 from ... import _native
 from ...errors import ClosedError, ProtocolError, ReaderStalled
 from ...memory.arena import Arena
-from ...memory.control.reader_figures import RowId
-from ...memory.system.exiting import stay_if_exiting
-from ...memory.system.process import Peers, ProcessState, pid_of
+from ...memory.process import Peers, ProcessState, pid_of, stay_if_exiting
+from ...memory.segment import RowId
 from ..deadlines import SLICE, slice_until
 from ..outcome import listed
 

@@ -28,12 +28,11 @@ from ...errors import (
     WriterBusy,
 )
 from ...memory import arena as arenas
+from ...memory import segment
 from ...memory.arena import Arena, create
-from ...memory.control import segment
-from ...memory.control.reader_figures import RowId
 from ...memory.manifest import Key
-from ...memory.system.exiting import exiting, stay_if_exiting, watch_exit
-from ...memory.system.process import Peers, me, pid_of
+from ...memory.process import Peers, exiting, me, pid_of, stay_if_exiting, watch_exit
+from ...memory.segment import RowId
 from ...memory.torch_modes import plainly, run_plainly
 from ..by_value import copy_by_value
 from ..copy.copy_plan import CopyPlan, DirtyLeaves, PlanCache

@@ -17,7 +17,7 @@ import torch
 
 from ... import _native
 from ...errors import ArenaCorrupt, DeviceFailed, ForkedHandle, NoSpace, ProtocolError
-from ..slab.available import refuse_too_large
+from ..slab import refuse_too_large
 from ..torch_modes import plainly
 from .blocks import Block, Blocks, SlabHandle, unpacked
 from .calls import EVENT_NO_TIMING, HOST_PORTABLE, STREAM_NON_BLOCKING, Answer, CudaCalls, TorchSide

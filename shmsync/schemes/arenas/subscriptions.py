@@ -14,7 +14,7 @@ from ...engine.bind.guard import bind
 from ...engine.bind.guarded_methods import can_be_called
 from ...engine.subscriber import Consistency, Subscriber, reader_of
 from ...errors import ProtocolError
-from ...memory.control.segment import Handle
+from ...memory.segment import Handle
 from ..strategy import WeightStrategy
 
 

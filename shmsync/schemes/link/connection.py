@@ -21,7 +21,7 @@ from typing import Any
 
 from ... import _native
 from ...engine.deadlines import slice_until
-from ...memory.system.calls import poll, refusals
+from ...memory.process import poll, refusals
 
 _log = logging.getLogger("shmsync")
 

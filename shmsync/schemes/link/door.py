@@ -12,7 +12,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from ...memory.system.calls import poll
+from ...memory.process import poll
 from .connection import Channel
 from .proved import Listener, connection_of
 from .serial_executor import SerialExecutor, Task

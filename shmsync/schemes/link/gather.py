@@ -10,8 +10,7 @@ from typing import Protocol
 
 from ...engine.outcome import Failure, Outcome, Wording
 from ...errors import ProtocolError
-from ...memory.system.calls import poll
-from ...memory.system.process import Peer
+from ...memory.process import Peer, poll
 from .connection import Channel, milliseconds
 from .messages import Tag
 from .sender_end import Link

@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, TypeGuard
 
 from ...engine.outcome import Failure
-from ...memory.control.segment import Handle
+from ...memory.segment import Handle
 
 UPDATE = "update_weights"
 REGISTER = "register_shared_weights"

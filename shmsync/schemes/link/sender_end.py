@@ -14,7 +14,7 @@ from typing import Any
 from ... import _native
 from ...engine.deadlines import slice_until
 from ...engine.outcome import Failure
-from ...memory.system.process import Peer
+from ...memory.process import Peer
 from . import messages
 from .connection import Channel
 from .messages import Tag

@@ -13,8 +13,8 @@ from ... import _native
 from ...engine.deadlines import slice_until
 from ...engine.outcome import Failure
 from ...errors import ProtocolError, WriterDied
-from ...memory.slab.memfd import reachable
-from ...memory.system.process import dead_parent, me
+from ...memory.process import dead_parent, me
+from ...memory.slab import reachable
 from ..pickling import dumps, small
 from . import messages
 from .connection import Channel

@@ -11,8 +11,8 @@ import pickle
 from typing import Any
 
 from ...errors import ShmSyncError
-from ...memory.slab.memfd import MemfdAt, Sealed, pieces_at
-from ...memory.system.process import me
+from ...memory.process import me
+from ...memory.slab import MemfdAt, Sealed, pieces_at
 from ..link import messages
 from ..link.messages import Tag, Tagged
 from ..pickling import dumps, dumps_apart, small

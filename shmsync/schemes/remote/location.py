@@ -9,7 +9,7 @@ import socket
 from functools import lru_cache
 from typing import NamedTuple
 
-from ...memory.system.process import me
+from ...memory.process import me
 
 NODE_VARIABLE = "SHMSYNC_NODE"
 _OUTSIDE = "192.0.2.1"  # an address of no machine (RFC 5737): the way to it leads over the default route

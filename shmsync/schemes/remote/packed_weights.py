@@ -27,9 +27,9 @@ from ...engine.source.manifest_check import direct
 from ...engine.source.sources import check_keys
 from ...errors import ProtocolError
 from ...memory.arena import nested, view
-from ...memory.control.segment import Handle
 from ...memory.devices import laid_out
 from ...memory.manifest import Key, Manifest
+from ...memory.segment import Handle
 from ...memory.torch_modes import run_plainly
 from ..strategy import leaves_of, refuse_odd
 

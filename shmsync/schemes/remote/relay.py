@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ...engine.deadlines import deadline_after
 from ...errors import ClosedError, ProtocolError, WriterBusy
-from ...memory.control import leftovers
+from ...memory import leftovers
 from ..arenas.publishers import ALL, ArenaOptions, Publishers, write
 from .packed_weights import Announcement, Stamp, allow_views, stamp_of
 

@@ -7,7 +7,7 @@ from math import inf as for_ever
 import pytest
 
 import shmsync
-from shmsync.memory.system.process import Peer, ProcessState, me
+from shmsync.memory.process import Peer, ProcessState, me
 from support.calls import Call
 from support.jobs.engine import GONE, attach, begin_update, enter, look, open_arena, read
 from support.processes import descriptors, until

@@ -7,7 +7,7 @@ import pytest
 
 import shmsync
 from shmsync import _native, cli
-from shmsync.memory.control import leftovers
+from shmsync.memory import leftovers
 from support.calls import in_forked_child
 from support.jobs.engine import create_and_stall, read
 from support.processes import segment_path, until

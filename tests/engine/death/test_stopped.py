@@ -7,7 +7,7 @@ import pytest
 
 import shmsync
 from shmsync import cli
-from shmsync.memory.control import leftovers
+from shmsync.memory import leftovers
 from support.calls import Call
 from support.jobs.engine import attach, enter, leave, look, publish, read
 from support.processes import segment_path, until_waits

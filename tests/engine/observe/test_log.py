@@ -5,7 +5,7 @@ import logging
 import pytest
 
 import shmsync
-from shmsync.memory.control import leftovers
+from shmsync.memory import leftovers
 from support.jobs.engine import enter
 from support.weights import stamped
 

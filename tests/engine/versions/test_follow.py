@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shmsync
-from shmsync.memory.slab import slab
+from shmsync.memory import slab
 from support.calls import Call
 from support.jobs.engine import begin_update, close_publisher, create_and_stall, open_arena, publish, read
 from support.jobs.restarts import open_net, open_other_layout

@@ -21,8 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from shmsync import _native
-from shmsync.memory.control import header, leftovers, segment
-from shmsync.memory.slab import slab
+from shmsync.memory import header, leftovers, segment, slab
 from shmsync.schemes.remote import relay as _relay
 from shmsync.schemes.remote.packed_weights import Stamp
 from support import processes

@@ -17,9 +17,9 @@ import torch
 import shmsync
 from shmsync import _native
 from shmsync.memory import inspection as observed
-from shmsync.memory.control import segment
+from shmsync.memory import segment
 from shmsync.memory.manifest import Manifest
-from shmsync.memory.system.process import Peers
+from shmsync.memory.process import Peers
 from support.faults.forged import FIELDS, identity, packed
 from support.fuzz.mutating import Mutator
 from support.processes import segment_path

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shmsync
-from shmsync.memory.slab import available as _memory
+from shmsync.memory import slab as _memory
 from support.faults.forged import write
 from support.processes import descriptors, segment_path
 
@@ -41,15 +41,6 @@ def test_the_tightest_cgroup_counts(tmp_path, version):
     proc = tmp_path / "self"
     proc.write_text("7:cpu:/x\n4:memory:/outer/inner\n" if version == 1 else "0::/outer/inner\n")
     assert _memory.available_bytes(proc=proc, root=root) == 300 << 20
-
-
-def test_a_mapping_that_torch_refuses_is_a_lack_of_memory(monkeypatch):
-    def refuse(*_):
-        raise RuntimeError("unable to map it")
-
-    monkeypatch.setattr(torch.UntypedStorage, "from_file", refuse)
-    with pytest.raises(shmsync.NoSpace, match="unable to map it"):
-        shmsync.Publisher({"t": torch.ones(4)})
 
 
 def test_alignment(publisher):

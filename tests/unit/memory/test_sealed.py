@@ -7,8 +7,8 @@ import os
 import pytest
 
 from shmsync.errors import ArenaCorrupt, NoSpace, WriterDied
-from shmsync.memory.slab.memfd import MemfdAt, Sealed, pieces_at, reachable
-from shmsync.memory.system.process import me
+from shmsync.memory.process import me
+from shmsync.memory.slab import MemfdAt, Sealed, pieces_at, reachable
 
 DATA = [bytes(range(256)) * 40, b"", b"last"]
 

@@ -16,8 +16,8 @@ from ....engine.source.dtypes import Dtypes
 from ....engine.source.sources import EVERYTHING, collect
 from ....errors import ManifestMismatch
 from ....memory.arena import nested
-from ....memory.control.leftovers import new_name
-from ....memory.control.reader_figures import RowId
+from ....memory.leftovers import new_name
+from ....memory.segment import RowId
 from ....schemes import extra_state
 from ....schemes.cast_before_send import dtypes_of
 from .own_weights import UNCHANGED

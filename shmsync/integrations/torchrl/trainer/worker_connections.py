@@ -17,9 +17,8 @@ from multiprocessing import util
 from typing import Any
 
 from ....engine.outcome import Failure
-from ....memory.control.segment import Handle
-from ....memory.system.calls import poll
-from ....memory.system.process import Peer
+from ....memory.process import Peer, poll
+from ....memory.segment import Handle
 from ....schemes.pickling import small
 from ..worker.worker_connection import WAKE, check_uid, receive
 

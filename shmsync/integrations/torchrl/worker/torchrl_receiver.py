@@ -15,7 +15,7 @@ from ....engine.bind.binding import Binding, ModuleCheck, bindable, taken_over
 from ....engine.by_value import copy_by_value
 from ....engine.read.reading import Follower, ReadPath, open_reader
 from ....errors import ArenaNotFound, WriterDied
-from ....memory.control.segment import Handle
+from ....memory.segment import Handle
 from ....memory.torch_modes import run_plainly
 from ....schemes import extra_state
 from ....schemes.arenas.subscriptions import is_elsewhere

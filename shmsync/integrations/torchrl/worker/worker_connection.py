@@ -19,8 +19,8 @@ import threading
 from contextlib import suppress
 
 from ....engine.outcome import Failure
-from ....memory.control.segment import Handle
-from ....memory.system.process import me
+from ....memory.process import me
+from ....memory.segment import Handle
 from ....schemes.pickling import small
 
 WAKE = b"!"

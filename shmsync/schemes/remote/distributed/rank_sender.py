@@ -24,8 +24,7 @@ from typing_extensions import override
 
 from ....engine.outcome import Failure
 from ....errors import ForkedHandle, ProtocolError
-from ....memory.system.calls import poll
-from ....memory.system.process import pid_of
+from ....memory.process import pid_of, poll
 from ...link.connection import Channel
 from ...link.proved import Dial, connection_of
 from ...link.serial_executor import GRACE, Task

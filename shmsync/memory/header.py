@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from ... import _native
-from ...errors import ArenaCorrupt, ArenaNotFound
-from ..system.calls import close
+from .. import _native
+from ..errors import ArenaCorrupt, ArenaNotFound
+from .process import close
 
 PREFIX = "/shmsync."
 FOLDER = "/dev/shm"

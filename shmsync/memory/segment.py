@@ -1,6 +1,7 @@
 """The control segment: a small named shared-memory object that tells where the slab is and which version is current.
 
-Its publisher holds two locks on it; leftovers.py says what they are for.
+Its publisher holds two locks on it; leftovers.py says what they are for. Its reader table is native
+(native/src/reader_table.cpp); Python sees a Row for each subscriber.
 """
 
 from __future__ import annotations
@@ -12,17 +13,14 @@ import math
 import os
 import time
 import warnings
-import weakref
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from ... import _native
-from ...errors import ArenaCorrupt, ArenaExists, ArenaNotFound, NoSpace, WriterDied
-from ..system.calls import close, hold_for_life, take_lock
-from ..system.process import Peer, me, pid_of
+from .. import _native
+from ..errors import ArenaCorrupt, ArenaExists, ArenaNotFound, NoSpace, WriterDied
 from .header import (
     FOLDER,
     NAME,
@@ -38,6 +36,7 @@ from .header import (
     unlink,
 )
 from .leftovers import sweep, sweep_some
+from .process import Peer, close, close_in_children, hold_for_life, me, pid_of
 
 T = TypeVar("T")
 
@@ -68,7 +67,7 @@ class Created:
     _fd: int  # the locks', which no mapping shares
 
     def __post_init__(self) -> None:
-        _held.add(self)
+        close_in_children(self, Created.unlock)
 
     def unlock(self) -> None:
         """Give both locks back, and close their descriptor. Idempotent."""
@@ -77,15 +76,13 @@ class Created:
             close(fd)
 
 
-_held: weakref.WeakSet[Created] = weakref.WeakSet()  # of this process
+RowId = tuple[int, int]  # (number, owner): a row of the reader table, for as long as it has this owner
 
 
-def _forget_locks() -> None:
-    for each in list(_held):
-        each.unlock()
-
-
-os.register_at_fork(after_in_child=_forget_locks)  # else a child would keep its parent's locks as long as it lives
+def figures(row: _native.Row, version: int) -> dict[str, Any]:
+    """The figures of a row, by the names that ReaderInfo and ReaderSeen have for them; `version`: the published one."""
+    told = {field: getattr(row, field) for field in ("worker", "pid", "acked", "pinned", "pin_age")}
+    return told | {"lag": max(0, version - row.acked), "reads": row.reads, "torn": row.torn, "retries": row.retries}
 
 
 def check_name(name: str) -> str:
@@ -113,7 +110,7 @@ def create(name: str, size: int, **header: Any) -> Created:
         try:
             lock = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)  # a description that nothing maps
             # A process that took it for a leftover has the lock for a moment.
-            ours = take_lock(lock, time.monotonic() + _LOCK_WAIT)
+            ours = _take_lock(lock, time.monotonic() + _LOCK_WAIT)
             inode = inode_of(fd)
             if ours and stands_for(name, inode):  # else a sweeper locked and removed it between our two calls
                 hold_for_life(lock)
@@ -149,6 +146,18 @@ def _make(name: str) -> int | None:
         return _with_room_for(lambda: os.open(FOLDER + PREFIX + name, OPEN | os.O_CREAT | os.O_EXCL, 0o600))
     except FileExistsError:
         return None
+
+
+def _take_lock(fd: int, deadline: float) -> bool:
+    """Lock a file. False: another process had it until then; a wait without limit may wait for a stopped process."""
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+        time.sleep(0.001)
 
 
 def _allocate(fd: int, size: int) -> None:

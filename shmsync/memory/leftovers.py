@@ -22,12 +22,11 @@ import secrets
 import time
 from contextlib import suppress
 
-from ... import _native
-from ...errors import ArenaCorrupt, ArenaExists, ArenaNotFound, ShmSyncError
-from ..system.calls import is_held, refusals
-from ..system.process import Peer, exists, me, pid_of
+from .. import _native
+from ..errors import ArenaCorrupt, ArenaExists, ArenaNotFound, ShmSyncError
 from . import header as _header
 from .header import FOLDER, NAME, PREFIX, opened
+from .process import Peer, exists, is_held, me, pid_of, refusals
 
 _log = logging.getLogger("shmsync")
 

@@ -1,32 +1,42 @@
-"""The identity of a process, and whether it still lives.
+"""Processes: who they are, whether they live, how this one ends, and what the system refuses them.
 
-Identity is pid + start ticks (field 22 of /proc/<pid>/stat) + image + boot id. A pid alone is reused, and creation
-times computed from the wall clock move with it. The image stands for the program that the process runs: exec keeps pid
-and start ticks, and drops the mappings of the program before (docs/adr/0021-an-image-in-the-owner-word.md).
+Identity is pid + start ticks (field 22 of /proc/<pid>/stat) + image + boot id, in a pid namespace. A pid alone is
+reused, and creation times computed from the wall clock move with it. The image stands for the program that the process
+runs: exec keeps pid and start ticks, and drops the mappings of the program before.
 
 Liveness is a pidfd: open it, then compare the owner word, then poll it, and compare again when it shows no end, since
 a pidfd survives exec. Never the state letter of /proc/<pid>/stat: a process whose leader exited shows Z while its
-threads run on. Whatever cannot be found out, for lack of a descriptor or of memory, counts as alive.
+threads run on. Where the pid cannot be seen, in another pid namespace, a lock that is held for life tells (is_held()).
+Whatever cannot be found out, for lack of a descriptor or of memory, counts as alive.
 """
 
 from __future__ import annotations
 
+import atexit
+import errno
+import fcntl
 import multiprocessing
 import os
 import select
 import signal
+import struct
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import lru_cache
+from multiprocessing import util
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from ... import _native
-from ..._native import pid_of
-from .calls import close, poll
+from .. import _native
+from .._native import pid_of
+from ..errors import NoSpace, ShmSyncError
+
+T = TypeVar("T")
 
 
 class ProcessState(str, Enum):
@@ -48,7 +58,6 @@ class Identity(NamedTuple):
 # Of /proc/<pid>/stat, counted from its third field: start and end of the code, start of the stack, start and end of the
 # data, start of the heap. Not the addresses of arguments and environment, which programs that rename themselves move.
 _STATE, _TICKS, _IMAGE = 0, 19, (23, 24, 25, 42, 43, 44)
-_TRIES, _BETWEEN_TRIES = 50, 0.02  # to start a process by a fork server, seconds
 _STOPPED = ("T", "t")  # by a signal, by a debugger
 
 
@@ -68,6 +77,21 @@ def owner_word(pid: int) -> int:
     return int(_native.pack_owner(pid, int(fields[_TICKS]), image))
 
 
+@lru_cache(maxsize=4)
+def _identity(pid: int, forks: int) -> Identity:
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot_id = bytes.fromhex(file.read().strip().replace("-", ""))
+    return Identity(owner_word(pid), boot_id, os.stat("/proc/self/ns/pid").st_ino)
+
+
+def me() -> Identity:
+    """Identity of the calling process; correct in a forked child too."""
+    return _identity(os.getpid(), _native.fork_generation())  # a grandchild may get an ancestor's pid again
+
+
+# Whether another process lives.
+
+
 def exists(pid: int) -> bool:
     """Is there any process of this pid?"""
     if pid == 0:
@@ -79,18 +103,6 @@ def exists(pid: int) -> bool:
     except OSError:
         pass
     return True
-
-
-@lru_cache(maxsize=4)
-def _identity(pid: int, forks: int) -> Identity:
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot_id = bytes.fromhex(file.read().strip().replace("-", ""))
-    return Identity(owner_word(pid), boot_id, os.stat("/proc/self/ns/pid").st_ino)
-
-
-def me() -> Identity:
-    """Identity of the calling process; correct in a forked child too."""
-    return _identity(os.getpid(), _native.fork_generation())  # a grandchild may get an ancestor's pid again
 
 
 def dead_parent() -> int | None:
@@ -134,11 +146,12 @@ class Peer:
             self.fd = os.pidfd_open(self.pid)
         except ProcessLookupError:
             self._dead = True
+            return
         except OSError:  # no descriptor is free, or this sandbox has no pidfd
-            self._dead = not self._may_be_itself()
+            pass
         else:
             self._closing = weakref.finalize(self, close, self.fd)
-            self._dead = not self._may_be_itself()  # the pid may have been reused before we opened it
+        self._dead = not self._may_be_itself()  # the pid may have been reused before we opened it
 
     def _may_be_itself(self) -> bool:
         """False if the pid belongs to another process now, or to none, or runs another program."""
@@ -209,10 +222,8 @@ class Peer:
         if code is None:
             return f"pid {self.pid}, which runs another program now" if self._replaced else f"pid {self.pid}"
         if code < 0:
-            try:
+            with suppress(ValueError):
                 return f"pid {self.pid}, killed by {signal.Signals(-code).name}"
-            except ValueError:
-                pass
         return f"pid {self.pid}, exit code {code}"
 
 
@@ -249,12 +260,16 @@ class Peers:
             return ProcessState.DEAD
         return ProcessState.STOPPED if stopped else ProcessState.LIVE
 
+    def clear_dead(self, control: _native.Control, row: tuple[int, int]) -> bool:
+        """Free this row (number, owner) of a reader table if its owner has ended. False: it lives, or has gone on."""
+        number, owner = row
+        return not self.alive(owner) and control.reap(number, owner, me().owner)
+
     def keep_only(self, owners: set[int]) -> None:
         """Close the pidfds of all other processes."""
         with self._lock:
-            for owner in list(self._known):
-                if owner not in owners:
-                    self._forget(owner)
+            for owner in self._known.keys() - owners:
+                self._forget(owner)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -267,6 +282,81 @@ class Peers:
         peer = self._known.pop(owner, None)
         if peer is not None:
             peer.close()
+
+
+# A lock of an open file description tells that its holder lives, in whatever pid namespace.
+
+_FLOCK = struct.Struct("@hhqqi0q")  # type, whence, start, length, pid; see fcntl(2)
+_WHOLE_FILE = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+
+
+def hold_for_life(fd: int) -> None:
+    """Lock a file, opened for writing, until no process has this open file description any more.
+
+    Mappings of it and forked children count: map another description, and close this one in children.
+    """
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _WHOLE_FILE)
+
+
+def is_held(fd: int) -> bool:
+    """Does another description of this file hold it for life, in whatever pid namespace? Takes no lock."""
+    try:
+        found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _WHOLE_FILE)
+    except OSError:  # that could not be found out
+        return True
+    return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
+
+
+# A fork, and the end of this process.
+
+_closed_in_children: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
+_exiting = False
+_first: util.Finalize | None = None
+
+
+def close_in_children(held: T, close_it: Callable[[T], None]) -> None:
+    """Call close_it(held) in forked children, which would else keep its descriptors as long as they live."""
+    _closed_in_children[held] = close_it
+
+
+def _after_fork() -> None:
+    for held, close_it in list(_closed_in_children.items()):
+        close_it(held)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def watch_exit() -> None:
+    """Notice the exit of this process before anything is closed. Call it after each handle that closes itself then."""
+    global _first
+    atexit.unregister(_begin_exit)  # what was registered last is called first
+    atexit.register(_begin_exit)
+    if _first is None or not _first.still_active():  # a child of multiprocessing knows this way only, and once
+        _first = util.Finalize(None, _begin_exit, exitpriority=1000)
+
+
+def _begin_exit() -> None:
+    global _exiting
+    _exiting = True
+
+
+def exiting() -> bool:
+    """Has this process begun to exit?"""
+    return _exiting
+
+
+def stay_if_exiting() -> None:
+    """End a daemon thread while the process exits. Other threads return: the exit waits for them.
+
+    The main thread closes the handles at exit. A daemon thread would find its arena closed under it, and print an error
+    into the end of a program that has done nothing wrong.
+    """
+    if _exiting and threading.current_thread().daemon:
+        raise SystemExit  # threading prints nothing of it
+
+
+_TRIES, _BETWEEN_TRIES = 50, 0.02  # to start a process by a fork server, seconds
 
 
 def start_process(process: BaseProcess) -> None:
@@ -284,3 +374,43 @@ def start_process(process: BaseProcess) -> None:
             if left == 0:
                 raise
             time.sleep(_BETWEEN_TRIES)
+
+
+# Calls that the system may refuse, interrupt or half do.
+
+_CURES = {
+    errno.EMFILE: "raise the limit of open files with `ulimit -n`, or close some",
+    errno.ENFILE: "raise fs.file-max, or end processes that hold many files open",
+    errno.ENOMEM: "free some memory, or raise vm.max_map_count if this process has many mappings",
+    errno.ENOSPC: "make /dev/shm larger, or remove what killed publishers left there with `shmsync gc`",
+    errno.EACCES: "see who owns /dev/shm and what is in it",
+}
+
+
+@contextmanager
+def refusals(what: str) -> Iterator[None]:
+    """Raise NoSpace where the system refuses what is needed: descriptors, memory, room or access. `what` was tried."""
+    try:
+        yield
+    except ShmSyncError:  # some of them are OSErrors too
+        raise
+    except (OSError, MemoryError) as error:
+        number = (error.errno if isinstance(error, OSError) else None) or errno.ENOMEM
+        cure = _CURES.get(number, "try again, and look into the kernel's log")
+        reason = getattr(error, "strerror", None) or str(error) or "no memory"
+        raise NoSpace(f"{what} failed, and changed nothing: {reason}; {cure}") from error
+
+
+def close(fd: int) -> None:
+    """Give a descriptor back. Linux does so even where the call reports an error."""
+    with suppress(OSError):
+        os.close(fd)
+
+
+def poll(poller: select.poll, milliseconds: float) -> list[tuple[int, int]]:
+    """What poller.poll() finds; nothing where the system lacked memory for the wait, which proves nothing."""
+    try:
+        return poller.poll(milliseconds)
+    except OSError:
+        time.sleep(0.0005)
+        return []
