@@ -31,6 +31,12 @@ Control* Control::create(int fd, const IdentitySpec& spec, const std::string& ma
   auto* control = new Control(base, layout, spec.slots, spec.readers, manifest.size());
 
   SHMSYNC_FAILPOINT("create.mapped");
+  // No reader looks before the first version. Should this publisher die until then, the next one finds here where the
+  // numbers go on: in the slot's counter while the only slot is written, else in `current`. Before the identity: what
+  // has that has these.
+  (new (base + kPublicationOffset) PublicationLine{})->current = pack_current(spec.follows, 0);
+  for (std::uint32_t k = 0; k < spec.slots; ++k) new (base + kSlotsOffset + k * sizeof(SlotLine)) SlotLine{};
+  if (spec.slots == 1) control->slots()[0].seq = 2 * spec.follows;
   auto& identity = *new (base) Identity{};
   identity.magic = kMagic;
   identity.abi = kAbi;
@@ -51,8 +57,6 @@ Control* Control::create(int fd, const IdentitySpec& spec, const std::string& ma
   identity.manifest_bytes = manifest.size();
   identity.fingerprint = spec.fingerprint;
 
-  new (base + kPublicationOffset) PublicationLine{};
-  for (std::uint32_t k = 0; k < spec.slots; ++k) new (base + kSlotsOffset + k * sizeof(SlotLine)) SlotLine{};
   const std::uint64_t length = manifest.size();
   std::memcpy(base + layout.manifest_offset - sizeof length, &length, sizeof length);
   std::memcpy(base + layout.manifest_offset, manifest.data(), manifest.size());

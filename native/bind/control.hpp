@@ -23,6 +23,7 @@ struct IdentitySpec {
   std::uint64_t slab_inode;
   std::string slab_handle;  // at most kHandleBytes
   std::uint64_t fingerprint;
+  std::uint64_t follows;  // the last version of the dead publisher that had this name; 0: of none
 };
 
 // The bytes of an identity that its CRC covers: all but the CRC itself and `ready`.

@@ -259,7 +259,7 @@ void bind_memory(nb::module_& m) {
           [](int fd, nb::bytes session, std::uint64_t owner, nb::bytes boot_id, std::uint64_t pid_namespace,
              std::uint32_t slots, std::uint32_t readers, std::uint64_t slot_bytes, std::uint32_t slab_kind,
              std::int32_t slab_fd, std::uint64_t slab_inode, nb::bytes slab_handle, std::uint64_t fingerprint,
-             nb::bytes manifest) {
+             nb::bytes manifest, std::uint64_t follows) {
             return Control::create(fd,
                                    IdentitySpec{{session.c_str(), session.size()},
                                                 owner,
@@ -272,11 +272,12 @@ void bind_memory(nb::module_& m) {
                                                 slab_fd,
                                                 slab_inode,
                                                 {slab_handle.c_str(), slab_handle.size()},
-                                                fingerprint},
+                                                fingerprint,
+                                                follows},
                                    {manifest.c_str(), manifest.size()});
           },
           nb::kw_only(), "fd"_a, "session"_a, "owner"_a, "boot_id"_a, "pid_namespace"_a, "slots"_a, "readers"_a,
-          "slot_bytes"_a, "slab_kind"_a, "slab_fd"_a, "slab_inode"_a, "slab_handle"_a, "fingerprint"_a, "manifest"_a,
+          "slot_bytes"_a, "slab_kind"_a, "slab_fd"_a, "slab_inode"_a, "slab_handle"_a, "fingerprint"_a, "manifest"_a, "follows"_a,
           nb::rv_policy::take_ownership)
       .def_static("attach", &Control::attach, "fd"_a, "slots"_a, "readers"_a, "manifest_bytes"_a,
                   nb::rv_policy::take_ownership)

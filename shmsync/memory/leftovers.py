@@ -79,19 +79,24 @@ def sweep(name: str) -> int | None:
 
 
 def _last_version(name: str, fd: int) -> int:
-    """The last version of a dead publisher, 0 for none. With one slot, one that is half written counts."""
+    """The last version of a dead publisher, 0 for none.
+
+    With one slot, one that is half written counts. A publisher that died before it was ready has the last number of
+    the one before it.
+    """
     header = _native.read_identity(fd)
-    if header is None or not header.ready:
+    if header is None or header.magic != _native.MAGIC or header.abi != _native.ABI:
         return 0
-    try:
-        _header.check_readable(name, header)
-    except ArenaCorrupt:
-        return 0
+    if header.ready:
+        try:
+            _header.check_readable(name, header)
+        except ArenaCorrupt:
+            return 0
     state = _native.read_state(fd, header.slots, header.readers, header.manifest_bytes)
     if state is None:
         return 0
-    half_written = (state["seqs"][0] + 1) // 2 if header.slots == 1 else 0
-    return int(max(state["version"], half_written))
+    begun = (state["seqs"][0] + header.ready) // 2 if header.slots == 1 else 0
+    return int(max(state["version"], begun))
 
 
 def _whose(header: _native.Header) -> str:

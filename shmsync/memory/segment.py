@@ -115,7 +115,8 @@ def create(name: str, size: int, **header: Any) -> Created:
             if ours and stands_for(name, inode):  # else a sweeper locked and removed it between our two calls
                 hold_for_life(lock)
                 _allocate(fd, size)
-                created = Created(_native.Control.create(fd=fd, **header), inode, follows, lock)
+                control = _native.Control.create(fd=fd, follows=follows, **header)
+                created = Created(control, inode, follows, lock)
                 lock = -1
                 return created
         except BaseException:

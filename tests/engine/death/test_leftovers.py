@@ -8,8 +8,9 @@ import pytest
 import shmsync
 from shmsync import _native, cli
 from shmsync.memory import leftovers
+from shmsync.memory.header import opened
 from support.calls import in_forked_child
-from support.jobs.engine import create_and_stall, read
+from support.jobs.engine import create_and_stall, open_arena, read
 from support.processes import segment_path, until
 from support.weights import stamped
 
@@ -113,6 +114,24 @@ def test_what_is_being_made_is_left_alone_until_its_creator_dies(start):
     creator.kill()
     leftovers.sweep_some(float("inf"))
     assert not segment_path(name).exists()
+
+
+def is_half_made(name):
+    with opened(name) as fd:
+        header = None if fd is None else _native.read_identity(fd)
+    return header is not None and header.magic == _native.MAGIC and not header.ready
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_numbers_go_on_after_a_publisher_that_died_before_its_first_version(start, name, slots):
+    first, second = start(2)
+    first.call(open_arena, 3, name=name, slots=slots)
+    first.kill()
+    second.start(create_and_stall, name, slots)
+    until(lambda: is_half_made(name))
+    second.kill()
+    with shmsync.Publisher(stamped(9), name=name, slots=slots) as pub:
+        assert pub.version == 4
 
 
 def test_the_arena_of_a_parent_is_left_alone():

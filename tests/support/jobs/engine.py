@@ -20,10 +20,10 @@ from support.weights import Counting, bytes_of, fill, stamped, stamps
 GONE = (shmsync.WriterDied, shmsync.ArenaNotFound)
 
 
-def create_and_stall(state, name):
+def create_and_stall(state, name, slots=1):
     """A publisher in the middle of its first copy."""
     Writer.publish = lambda self, *given, **named: time.sleep(10**6)
-    shmsync.Publisher(stamped(1), name=name)
+    shmsync.Publisher(stamped(1), name=name, slots=slots)
 
 
 def run_source(state, source):
