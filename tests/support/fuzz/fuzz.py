@@ -1,4 +1,4 @@
-"""The fuzzers as a program: python -m support.fuzz.fuzz --of manifest --inputs 1000000 --seed 7."""
+"""The fuzzers as a program: python -m support.fuzz.fuzz --of segment --inputs 1000000 --seed 7."""
 
 from __future__ import annotations
 

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import socket
-from pathlib import Path
 
 import torch
 
@@ -18,14 +16,10 @@ import shmsync
 from shmsync import _native
 from shmsync.memory import inspection as observed
 from shmsync.memory import segment
-from shmsync.memory.manifest import Manifest
 from shmsync.memory.process import Peers
 from support.faults.forged import FIELDS, identity, packed
 from support.fuzz.mutating import Mutator
 from support.processes import segment_path
-
-CORPUS = Path(__file__).parents[2] / "fuzz" / "corpus"
-ROOM = 1 << 20  # bytes of a slot
 
 
 class Target:
@@ -49,34 +43,6 @@ class Target:
 
     def close(self) -> None:
         """Give back what it holds."""
-
-
-class ManifestBytes(Target):
-    """The JSON of a manifest, changed as a value and as bytes."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self._known = [path.read_bytes() for path in sorted((CORPUS / "manifest").iterdir())]
-        self._documents = []
-        for text in self._known:
-            with contextlib.suppress(ValueError, RecursionError):
-                self._documents.append(json.loads(text))
-
-    def attempt(self) -> None:
-        if self.draw.random.random() < 0.3:
-            text = self.draw.of_bytes(self.draw.random.choice(self._known))
-        else:
-            text = json.dumps(self.draw.of_value(self.draw.random.choice(self._documents))).encode()
-        manifest = Manifest.from_json(text, ROOM)
-        assert manifest.used_bytes <= ROOM, text
-        for leaf in manifest.leaves:
-            assert 0 <= leaf.offset <= leaf.offset + leaf.nbytes <= ROOM, text
-            elements = leaf.nbytes // leaf.dtype.itemsize
-            if 0 < elements < 10_000:  # each element has its own place, as torch shows for so few
-                shown = torch.arange(elements).as_strided(leaf.shape, leaf.strides)
-                assert shown.unique().numel() == elements, text
-        assert len(manifest.by_key) == len(manifest.leaves), text
-        assert Manifest.from_json(manifest.to_json(), ROOM) == manifest, text
 
 
 class SegmentHeader(Target):
@@ -169,4 +135,4 @@ class PipeFrames(Target):
             end.close()
 
 
-TARGETS = {"manifest": ManifestBytes, "segment": SegmentHeader, "frames": PipeFrames}
+TARGETS = {"segment": SegmentHeader, "frames": PipeFrames}

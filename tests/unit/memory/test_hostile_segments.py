@@ -1,7 +1,5 @@
 """Whatever the words of a control segment say, a reader gets an error, and reads nothing that lies elsewhere."""
 
-import json
-
 import pytest
 import torch
 
@@ -37,34 +35,12 @@ def test_a_slot_that_is_not_there_is_never_read(pub, subscriber, slot, consisten
         assert section.weights["t"][5] == 5
 
 
-def leaf(*, key=("t",), dtype="float32", shape=(64,), offset=0, cast=0, more=()):
-    return [key if isinstance(key, str) else list(key), dtype, shape, offset, cast, *more]
-
-
-def strided(shape, strides, **more):
-    return document(leaf(shape=shape, more=[strides], **more))
-
-
-def document(*leaves, **more):
-    return json.dumps({"leaves": list(leaves), "filtered": False, **more}).encode()
-
-
 NO_MANIFESTS = {
     "nested deep": b"[" * 200_000,
-    "an infinite size": b'{"leaves":[[["t"],"float32",[1e999],0,0]],"filtered":false}',
     "no UTF-8": b"\xff\xfe\x00",
-    "empty, with a size beyond all numbers": document(leaf(shape=[0, 2**70])),
-    "strides for fewer dimensions": strided([2, 3], [1]),
-    "strides of elements in one place": strided([2, 3], [0, 1]),
-    "strides with gaps": strided([2, 3], [4, 1]),
-    "strides that end beyond the slot": strided([2, 3], [1 << 30, 1]),
-    "a stride below nothing": strided([2, 3], [3, -1]),
-    "a size with a fraction": document(leaf(shape=[2.5])),
-    "an empty key": document(leaf(key=())),
-    "the same key twice": document(leaf(), leaf(offset=256)),
-    "a key below a leaf": document(leaf(), leaf(key=("t", "u"), offset=256)),
-    "a module of torch as dtype": document(leaf(dtype="distributed")),
-    "leaves that overlap": document(leaf(shape=[128]), leaf(key=("u",), offset=256)),
+    "of another version": b'{"leaves":[{"key":"t"}],"filtered":false}',
+    "a dtype that torch lacks": b'{"leaves":[[["t"],"distributed",[64],0,0]],"filtered":false}',
+    "beyond its slot": b'{"leaves":[[["t"],"float32",[1048576],0,0]],"filtered":false}',
 }
 
 
@@ -74,7 +50,7 @@ def test_what_is_no_manifest_is_refused(what):
         Manifest.from_json(NO_MANIFESTS[what], 2 << 20)
 
 
-@pytest.mark.parametrize("what", ["nested deep", "an infinite size", "a key below a leaf"])
+@pytest.mark.parametrize("what", ["nested deep", "of another version"])
 def test_a_forged_manifest_is_refused_by_everybody(pub, capsys, what):
     forge_manifest(pub.name, NO_MANIFESTS[what])
     with pytest.raises(shmsync.ArenaCorrupt):
