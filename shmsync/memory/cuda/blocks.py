@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from uuid import UUID
 
 from ...errors import ArenaCorrupt
-
-HANDLE_SIZE = 64  # bytes of CUDA's own handles
+from .calls import HANDLE_SIZE
 
 
 class Block:

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,14 +21,76 @@ from ...errors import ArenaCorrupt, DeviceFailed, ForkedHandle, NoSpace, Protoco
 from ..slab import refuse_too_large
 from ..torch_modes import plainly
 from .blocks import Block, Blocks, SlabHandle, unpacked
-from .calls import EVENT_NO_TIMING, HOST_PORTABLE, STREAM_NON_BLOCKING, Answer, CudaCalls, TorchSide
-from .causes import CAPTURE_ELSEWHERE, NOT_READY, CudaError, not_opened, refused
-from .streams import GpuEvent, GpuStream, stream_or_event
+from .calls import (
+    CAPTURE_ELSEWHERE,
+    EVENT_NO_TIMING,
+    HOST_PORTABLE,
+    NOT_READY,
+    STREAM_NON_BLOCKING,
+    Answer,
+    CudaCalls,
+    CudaError,
+    TorchSide,
+    not_opened,
+    refused,
+)
 
 # CUDA cuts smaller allocations out of a block of this size, and a handle shares the whole block.
 WHOLE_BLOCKS = 2 << 20
 _LOOK = 0.00002, 0.001  # seconds between two looks at an event: at first, and at most
 _KEPT_EVENTS = 8
+
+
+@dataclass(unsafe_hash=True)
+class GpuStream:
+    """A stream of a GPU; two of the same handle are one. Nothing in it changes.
+
+    Args:
+        handle: CUDA's.
+        index: of its GPU in this process. The default stream has the same handle on each.
+        keep: what owns the handle.
+    """
+
+    handle: int
+    index: int
+    keep: object = field(default=None, compare=False)
+
+
+@dataclass(eq=False)
+class GpuEvent:
+    """What a stream had when the user recorded this event.
+
+    Args:
+        handle: CUDA's.
+        keep: the user's event.
+    """
+
+    handle: int
+    keep: object
+
+
+def stream_or_event(given: object, index: int) -> GpuStream | GpuEvent:
+    """A stream or an event of torch's, or an object with __cuda_stream__(). `index`: the GPU if it does not say.
+
+    Raises TypeError for anything else, and for an event that was never recorded.
+    """
+    if isinstance(given, (GpuStream, GpuEvent)):
+        return given
+    device: Any = getattr(given, "device", None)
+    place = getattr(device, "index", None)
+    place = index if place is None else int(place)
+    stream, event = getattr(given, "cuda_stream", None), getattr(given, "cuda_event", None)
+    if isinstance(stream, int):
+        return GpuStream(stream, place, given)
+    if isinstance(event, int):
+        if event == 0:
+            raise TypeError(f"{given!r} has never been recorded, so it orders nothing; record() it on a stream first")
+        return GpuEvent(event, given)
+    protocol = getattr(type(given), "__cuda_stream__", None)
+    if protocol is not None:
+        _, handle = protocol(given)
+        return GpuStream(int(handle), place, given)
+    raise TypeError(f"a stream or an event of cuda:{index} is needed, for example torch.cuda.Stream(), not {given!r}")
 
 
 def uuid_of(calls: CudaCalls, index: int) -> bytes:
