@@ -1,13 +1,17 @@
 // nanobind glue: convert, release the GIL, call.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <cstdlib>
+
+#include "shmsync/failpoints.hpp"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace shmsync::bind {
 void bind_cover(nb::module_&);
 void bind_device(nb::module_&);
-void bind_failpoints(nb::module_&);
-void bind_faults(nb::module_&);
 void bind_memory(nb::module_&);
 void bind_modes(nb::module_&);
 void bind_buffer_copies(nb::module_&);
@@ -26,8 +30,13 @@ NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);
 #endif
   m.doc() = "The core of shmsync: bytes, ordering, waiting, copying. Not public; see shmsync.Publisher and Subscriber.";
-  shmsync::bind::bind_failpoints(m);
-  shmsync::bind::bind_faults(m);
+#ifdef SHMSYNC_FAILPOINTS  // for the tests' Python
+  if (const char* spec = std::getenv("SHMSYNC_FAILPOINT")) shmsync::arm_failpoints(spec);
+  m.def("arm_failpoints", &shmsync::arm_failpoints, "spec"_a, nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "pass_failpoint", [](const std::string& name) { shmsync::pass_failpoint(name.c_str()); }, "name"_a,
+      nb::call_guard<nb::gil_scoped_release>());
+#endif
   shmsync::bind::bind_memory(m);
   shmsync::bind::bind_modes(m);
   shmsync::bind::bind_buffer_copies(m);

@@ -1,4 +1,9 @@
 // The guards of bound modules, for Python.
+//
+// A call of a bound module goes this way: Guard.__call__ -> Cover::run(), which at the outermost call enters a section
+// of the reader (reader.hpp), calls the method that the guard stands for, looks at what comes out, and leaves the
+// section. An output that shows the weights is cloned before that. What is rare is Python's half
+// (shmsync/engine/bind/guard.py): sections that have to be repeated, outputs in other containers, gradients.
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -16,8 +21,7 @@ using namespace nb::literals;
 namespace shmsync::bind {
 namespace {
 
-// What the guards of a bound module share: the reader whose sections cover each of its calls. Python's half decides
-// what is rare (see shmsync/engine/bind/guard.py).
+// What the guards of a bound module share: the reader whose sections cover each of its calls.
 //
 // INV: `thread_` is set only by a thread that is in a section of the reader.
 class Cover {

@@ -2,11 +2,11 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <pthread.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
@@ -92,48 +92,6 @@ void populate(std::uintptr_t address, std::size_t bytes) {
   for (std::size_t i = 0; i < bytes; i += 4096) page[i] = page[i];  // what is written there already stays
 }
 
-// The identity of a segment as it was read, not checked yet.
-struct Header {
-  alignas(Identity) std::array<std::byte, sizeof(Identity)> bytes;
-  bool ready = false;
-  std::uint64_t file_bytes = 0;
-  const Identity& identity() const { return *reinterpret_cast<const Identity*>(bytes.data()); }
-};
-
-template <auto Member>
-auto word(const Header& header) {
-  return header.identity().*Member;
-}
-
-template <auto Member>
-nb::bytes octets(const Header& header) {
-  const auto& field = header.identity().*Member;
-  return nb::bytes(reinterpret_cast<const char*>(field), sizeof field);
-}
-
-// Read, not mapped: a process that may write the file may shorten it at any time, and a page that is gone ends the
-// process.
-std::optional<Header> read_identity(int fd) {
-  struct stat info;
-  if (fstat(fd, &info) != 0) throw std::system_error(errno, std::generic_category(), "fstat");
-  std::uint32_t ready = 0;
-  Header header;
-  const auto got = [fd](void* to, std::size_t size, std::size_t at) {
-    ssize_t count = 0;
-    do count = pread(fd, to, size, static_cast<off_t>(at));
-    while (count < 0 && errno == EINTR);
-    if (count < 0) throw std::system_error(errno, std::generic_category(), "reading the identity");
-    return static_cast<std::size_t>(count) == size;
-  };
-  if (!got(&ready, sizeof ready, offsetof(Identity, ready))) return {};
-  // SYNC ready: acquire; pairs with make_ready(). What is read after it is complete if it was ready.
-  std::atomic_thread_fence(std::memory_order_acquire);
-  if (!got(header.bytes.data(), header.bytes.size(), 0)) return {};
-  header.ready = ready != 0;
-  header.file_bytes = static_cast<std::uint64_t>(info.st_size);
-  return header;
-}
-
 // How errors name a row.
 nb::object name_of(std::uint64_t owner, std::int32_t worker) {
   if (worker >= 0) return nb::int_(worker);
@@ -186,42 +144,10 @@ void bind_memory(nb::module_& m) {
   m.def("unprotect_in_children", &unprotect_in_children, "address"_a);
   m.def("map_readonly_over", &map_readonly_over, "address"_a, "bytes"_a, "fd"_a,
         "Replace the mapping at address by a read-only one of fd.");
+  m.def("watch_faults", &watch_faults, "address"_a, "bytes"_a, "name"_a,
+        "Have a fault in this range explained by the name of its arena; False when too many are watched.");
+  m.def("unwatch_faults", &unwatch_faults, "address"_a, "The range that starts there is no arena's any more.");
   m.def("populate", &populate, "address"_a, "bytes"_a, "Touch every page of a writable mapping.");
-  nb::class_<Header>(
-      m, "Header",
-      "The identity of a control segment as it was read, not checked yet: native/include/shmsync/layout.hpp.")
-      .def_ro("ready", &Header::ready)
-      .def_ro("file_bytes", &Header::file_bytes, "Size of the file; attach() wants it equal to segment_bytes.")
-      .def_prop_ro("magic", &word<&Identity::magic>)
-      .def_prop_ro("abi", &word<&Identity::abi>)
-      .def_prop_ro("endian", &word<&Identity::endian>)
-      .def_prop_ro("segment_bytes", &word<&Identity::segment_bytes>)
-      .def_prop_ro("session", &octets<&Identity::session>)
-      .def_prop_ro("owner", &word<&Identity::owner>)
-      .def_prop_ro("boot_id", &octets<&Identity::boot_id>)
-      .def_prop_ro("pid_namespace", &word<&Identity::pid_namespace>)
-      .def_prop_ro("slots", &word<&Identity::slots>)
-      .def_prop_ro("readers", &word<&Identity::readers>)
-      .def_prop_ro("slot_bytes", &word<&Identity::slot_bytes>)
-      .def_prop_ro("slab_kind", &word<&Identity::slab_kind>)
-      .def_prop_ro("slab_fd", &word<&Identity::slab_fd>)
-      .def_prop_ro("slab_inode", &word<&Identity::slab_inode>)
-      .def_prop_ro("slab_handle", &octets<&Identity::slab_handle>,
-                   "By which the memory of a device is opened; else zeros.")
-      .def_prop_ro("manifest_offset", &word<&Identity::manifest_offset>)
-      .def_prop_ro("manifest_bytes", &word<&Identity::manifest_bytes>)
-      .def_prop_ro("fingerprint", &word<&Identity::fingerprint>)
-      .def_prop_ro("crc", &word<&Identity::crc>)
-      .def_prop_ro(
-          "covered",
-          [](const Header& header) {
-            const std::string covered = covered_by_crc(header.identity());
-            return nb::bytes(covered.data(), covered.size());
-          },
-          "The bytes that the crc covers.");
-  m.def("read_identity", &read_identity, "fd"_a,
-        "The identity of a control segment; None when the file is too short to hold one.");
-
   nb::class_<ReaderTable::Row>(m, "Row",
                                "One row of the reader table at one look. `acked` is that of `worker`, or 0; the other "
                                "words may each be from another moment.")
@@ -277,8 +203,8 @@ void bind_memory(nb::module_& m) {
                                    {manifest.c_str(), manifest.size()});
           },
           nb::kw_only(), "fd"_a, "session"_a, "owner"_a, "boot_id"_a, "pid_namespace"_a, "slots"_a, "readers"_a,
-          "slot_bytes"_a, "slab_kind"_a, "slab_fd"_a, "slab_inode"_a, "slab_handle"_a, "fingerprint"_a, "manifest"_a, "follows"_a,
-          nb::rv_policy::take_ownership)
+          "slot_bytes"_a, "slab_kind"_a, "slab_fd"_a, "slab_inode"_a, "slab_handle"_a, "fingerprint"_a, "manifest"_a,
+          "follows"_a, nb::rv_policy::take_ownership)
       .def_static("attach", &Control::attach, "fd"_a, "slots"_a, "readers"_a, "manifest_bytes"_a,
                   nb::rv_policy::take_ownership)
       .def("identity_bytes",

@@ -1,18 +1,24 @@
 // What a control segment says at this moment, for tools that look at an arena from outside.
 //
 // It is read, not mapped: nothing in it can be changed by mistake, no row of the reader table is taken, and a file that
-// another process shortens meanwhile ends no process. The processes of the arena may run, stand still or be dead.
+// another process shortens meanwhile ends no process. The processes of the arena may run, stand still or be dead. A
+// subscriber, too, reads and checks the identity before it maps anything (shmsync/memory/segment.py).
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <array>
+#include <atomic>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <string>
 #include <system_error>
 
-#include "shmsync/layout.hpp"
+#include "control.hpp"
 #include "shmsync/reader_table.hpp"
 
 namespace nb = nanobind;
@@ -35,6 +41,43 @@ bool read_at(int fd, void* to, std::size_t size, std::size_t at) {
   return true;
 }
 
+std::uint64_t size_of(int fd) {
+  struct stat info;
+  if (fstat(fd, &info) != 0) throw std::system_error(errno, std::generic_category(), "fstat");
+  return static_cast<std::uint64_t>(info.st_size);
+}
+
+// The identity of a segment as it was read, not checked yet.
+struct Header {
+  alignas(Identity) std::array<std::byte, sizeof(Identity)> bytes;
+  bool ready = false;
+  std::uint64_t file_bytes = 0;
+  const Identity& identity() const { return *reinterpret_cast<const Identity*>(bytes.data()); }
+};
+
+template <auto Member>
+auto word(const Header& header) {
+  return header.identity().*Member;
+}
+
+template <auto Member>
+nb::bytes octets(const Header& header) {
+  const auto& field = header.identity().*Member;
+  return nb::bytes(reinterpret_cast<const char*>(field), sizeof field);
+}
+
+std::optional<Header> read_identity(int fd) {
+  std::uint32_t ready = 0;
+  Header header;
+  if (!read_at(fd, &ready, sizeof ready, offsetof(Identity, ready))) return {};
+  // SYNC ready: acquire; pairs with make_ready(). What is read after it is complete if it was ready.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (!read_at(fd, header.bytes.data(), header.bytes.size(), 0)) return {};
+  header.ready = ready != 0;
+  header.file_bytes = size_of(fd);
+  return header;
+}
+
 // Read until two looks agree: a read() is not known to be atomic for a word.
 bool read_publication(int fd, std::uint64_t& current, std::uint32_t& state) {
   alignas(PublicationLine) std::byte bytes[sizeof(PublicationLine)];
@@ -50,9 +93,7 @@ bool read_publication(int fd, std::uint64_t& current, std::uint32_t& state) {
 }
 
 nb::object read_state(int fd, std::uint32_t slots, std::uint32_t readers, std::uint64_t manifest_bytes) {
-  struct stat info;
-  if (fstat(fd, &info) != 0) throw std::system_error(errno, std::generic_category(), "fstat");
-  const auto file = static_cast<std::uint64_t>(info.st_size);
+  const std::uint64_t file = size_of(fd);
   if (slots > kMaxSlots || readers > kMaxReaders || manifest_bytes > file) return nb::none();
   const Layout layout = Layout::of(slots, readers, manifest_bytes);
   if (layout.segment_bytes > file) return nb::none();
@@ -91,9 +132,7 @@ nb::object read_state(int fd, std::uint32_t slots, std::uint32_t readers, std::u
 }
 
 nb::object read_manifest(int fd, std::uint32_t slots, std::uint64_t manifest_bytes) {
-  struct stat info;
-  if (fstat(fd, &info) != 0) throw std::system_error(errno, std::generic_category(), "fstat");
-  if (slots > kMaxSlots || manifest_bytes > static_cast<std::uint64_t>(info.st_size)) return nb::none();
+  if (slots > kMaxSlots || manifest_bytes > size_of(fd)) return nb::none();
   const std::unique_ptr<char[]> text(new char[manifest_bytes]);
   if (!read_at(fd, text.get(), manifest_bytes, Layout::of(slots, 0, 0).manifest_offset)) return nb::none();
   return nb::bytes(text.get(), manifest_bytes);
@@ -102,6 +141,40 @@ nb::object read_manifest(int fd, std::uint32_t slots, std::uint64_t manifest_byt
 }  // namespace
 
 void bind_observe(nb::module_& m) {
+  nb::class_<Header>(
+      m, "Header",
+      "The identity of a control segment as it was read, not checked yet: native/include/shmsync/layout.hpp.")
+      .def_ro("ready", &Header::ready)
+      .def_ro("file_bytes", &Header::file_bytes, "Size of the file; attach() wants it equal to segment_bytes.")
+      .def_prop_ro("magic", &word<&Identity::magic>)
+      .def_prop_ro("abi", &word<&Identity::abi>)
+      .def_prop_ro("endian", &word<&Identity::endian>)
+      .def_prop_ro("segment_bytes", &word<&Identity::segment_bytes>)
+      .def_prop_ro("session", &octets<&Identity::session>)
+      .def_prop_ro("owner", &word<&Identity::owner>)
+      .def_prop_ro("boot_id", &octets<&Identity::boot_id>)
+      .def_prop_ro("pid_namespace", &word<&Identity::pid_namespace>)
+      .def_prop_ro("slots", &word<&Identity::slots>)
+      .def_prop_ro("readers", &word<&Identity::readers>)
+      .def_prop_ro("slot_bytes", &word<&Identity::slot_bytes>)
+      .def_prop_ro("slab_kind", &word<&Identity::slab_kind>)
+      .def_prop_ro("slab_fd", &word<&Identity::slab_fd>)
+      .def_prop_ro("slab_inode", &word<&Identity::slab_inode>)
+      .def_prop_ro("slab_handle", &octets<&Identity::slab_handle>,
+                   "By which the memory of a device is opened; else zeros.")
+      .def_prop_ro("manifest_offset", &word<&Identity::manifest_offset>)
+      .def_prop_ro("manifest_bytes", &word<&Identity::manifest_bytes>)
+      .def_prop_ro("fingerprint", &word<&Identity::fingerprint>)
+      .def_prop_ro("crc", &word<&Identity::crc>)
+      .def_prop_ro(
+          "covered",
+          [](const Header& header) {
+            const std::string covered = covered_by_crc(header.identity());
+            return nb::bytes(covered.data(), covered.size());
+          },
+          "The bytes that the crc covers.");
+  m.def("read_identity", &read_identity, "fd"_a,
+        "The identity of a control segment; None when the file is too short to hold one.");
   m.def("read_state", &read_state, "fd"_a, "slots"_a, "readers"_a, "manifest_bytes"_a,
         nb::sig("def read_state(fd: int, slots: int, readers: int, manifest_bytes: int) -> dict | None"),
         "What publication, slots and reader table of a segment say now, without mapping it; None when it is shorter "

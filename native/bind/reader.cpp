@@ -1,4 +1,9 @@
 // Reader for Python: the methods read() and refresh() of a Subscriber, and the section object.
+//
+// A read goes this way: read() makes a Section, which costs nothing yet. Its __enter__ takes the lock and enters the
+// ReadSide (reader.hpp, then native/src/read_side.cpp); where there is a new version, or a closed gate, that calls
+// Python's half (shmsync/engine/read/reading.py). Its __exit__ leaves both. The rest of this file are questions that
+// Python's half asks of the reader, one line each.
 #include "reader.hpp"
 
 #include <nanobind/stl/optional.h>
@@ -14,33 +19,23 @@ using namespace nb::literals;
 namespace shmsync::bind {
 namespace {
 
-// `with reader.hold_lock():` holds the lock without opening a section.
-class Exclusive {
+// `with reader.hold_lock():` holds the lock without opening a section; hold_lock_to_close() does it for close().
+class Held {
  public:
-  Exclusive(nb::object owner, nb::object timeout)
-      : owner_(std::move(owner)), reader_(nb::cast<Reader*>(owner_)), timeout_(std::move(timeout)) {}
+  Held(nb::object owner, nb::object timeout, bool to_close)
+      : owner_(std::move(owner)), reader_(nb::cast<Reader*>(owner_)), timeout_(std::move(timeout)), closes_(to_close) {}
   void enter() {
+    if (closes_) return reader_->begin_closing(owner_);
     reader_->check();
     reader_->lock(owner_, timeout_);
   }
-  void exit() { reader_->unlock(owner_); }
+  void exit() { closes_ ? reader_->end_closing(owner_) : reader_->unlock(owner_); }
 
  private:
   nb::object owner_;
   Reader* reader_;
   nb::object timeout_;
-};
-
-// `with reader.hold_lock_to_close():` holds the lock for close().
-class Closing {
- public:
-  explicit Closing(nb::object owner) : owner_(std::move(owner)), reader_(nb::cast<Reader*>(owner_)) {}
-  void enter() { reader_->begin_closing(owner_); }
-  void exit() { reader_->end_closing(owner_); }
-
- private:
-  nb::object owner_;
-  Reader* reader_;
+  bool closes_;
 };
 
 class Section {
@@ -228,16 +223,10 @@ void bind_reader(nb::module_& m) {
            "The weights by dotted key as read-only numpy arrays, zero-copy; protected only inside the section.\n\n"
            "Raises ProtocolError for weights on a device, and for a dtype that numpy lacks, such as bfloat16.");
 
-  nb::class_<Exclusive>(m, "Exclusive", "Holds a Subscriber's re-entrant lock.")
-      .def("__enter__", [](Exclusive& e) { e.enter(); })
+  nb::class_<Held>(m, "HeldLock", "Holds a Subscriber's re-entrant lock; for close(), also ends the waits of others.")
+      .def("__enter__", &Held::enter)
       .def(
-          "__exit__", [](Exclusive& e, nb::handle, nb::handle, nb::handle) { e.exit(); }, "exc_type"_a.none(),
-          "exc"_a.none(), "traceback"_a.none());
-
-  nb::class_<Closing>(m, "Closing", "Holds a Subscriber's lock for close(), and ends the waits of other threads.")
-      .def("__enter__", [](Closing& c) { c.enter(); })
-      .def(
-          "__exit__", [](Closing& c, nb::handle, nb::handle, nb::handle) { c.exit(); }, "exc_type"_a.none(),
+          "__exit__", [](Held& held, nb::handle, nb::handle, nb::handle) { held.exit(); }, "exc_type"_a.none(),
           "exc"_a.none(), "traceback"_a.none());
 
   nb::class_<Reader> reader(m, "Reader", "The reader's side of the protocol.", nb::is_weak_referenceable());
@@ -252,11 +241,11 @@ void bind_reader(nb::module_& m) {
                    "reads: DeviceReads | None = None) -> None"))
       .def(
           "hold_lock",
-          [](nb::handle self, nb::object timeout) { return Exclusive(nb::borrow(self), std::move(timeout)); },
-          "timeout"_a = nb::none(), nb::sig("def hold_lock(self, timeout: float | None = None) -> Exclusive"))
+          [](nb::handle self, nb::object timeout) { return Held(nb::borrow(self), std::move(timeout), false); },
+          "timeout"_a = nb::none(), nb::sig("def hold_lock(self, timeout: float | None = None) -> HeldLock"))
       .def(
-          "hold_lock_to_close", [](nb::handle self) { return Closing(nb::borrow(self)); },
-          nb::sig("def hold_lock_to_close(self) -> Closing"))
+          "hold_lock_to_close", [](nb::handle self) { return Held(nb::borrow(self), nb::none(), true); },
+          nb::sig("def hold_lock_to_close(self) -> HeldLock"))
       .def_prop_ro("closing_or_closed", [](const Reader& r) { return r.closing > 0 || r.closed; })
       .def(
           "move_to_arena",
@@ -330,8 +319,7 @@ void bind_reader(nb::module_& m) {
           "set_slab", [](Reader& r, std::uintptr_t begin, std::uintptr_t end) { r.memory.set_slab(begin, end); },
           "begin"_a, "end"_a)
       .def(
-          "set_copies", [](Reader& r, WeightsMemory::Ranges ranges) { r.memory.set_copies(std::move(ranges)); },
-          "ranges"_a)
+          "set_copies", [](Reader& r, Ranges ranges) { r.memory.set_copies(std::move(ranges)); }, "ranges"_a)
       .def_prop_ro("row", &Reader::row)
       .def_prop_ro("in_section", [](const Reader& r) { return r.in_section(); })
       .def_prop_ro("in_pinned_section", [](const Reader& r) { return r.in_section() && r.side->pinned(); })

@@ -198,30 +198,12 @@ bool Sources::revalidate() {
   return std::all_of(leaves_.begin(), leaves_.end(), [this](Leaf& leaf) { return unchanged(leaf); });
 }
 
-bool Sources::overlaps(const Ranges& ranges) const {
-  for (const auto& [begin, end] : ranges)
-    for (const Leaf& leaf : leaves_) {
-      const auto first = reinterpret_cast<std::uintptr_t>(leaf.address);
-      if (leaf.bytes != 0 && first < end && first + leaf.bytes > begin) return true;
-    }
-  return false;
-}
-
 void Sources::copy_to(std::uintptr_t slot) {
   for (std::size_t i = 0; i < leaves_.size(); ++i)
     ops_[i] = {reinterpret_cast<std::byte*>(slot) + leaves_[i].offset, leaves_[i].address, leaves_[i].bytes};
   const unsigned threads = copying_threads(bytes_);
   const WithoutGil released;
   copy(ops_.data(), ops_.size(), CopyPath::automatic, threads);
-}
-
-void Sources::put(std::size_t row, nb::handle tensor, const std::byte* address) {
-  leaves_[row].tensor = nb::borrow(tensor);
-  leaves_[row].address = address;
-}
-
-void Sources::release() {
-  for (Leaf& leaf : leaves_) leaf.tensor = nb::none();
 }
 
 namespace {
@@ -272,11 +254,7 @@ void bind_sources(nb::module_& m) {
            nb::sig("def __init__(self, guards: list, leaves: list) -> None"))
       .def("revalidate", &Sources::revalidate)
       .def_prop_ro("moved", &Sources::moved)
-      .def("overlaps", &Sources::overlaps, "ranges"_a,
-           "Do bytes that are copied lie in one of these ranges of addresses?")
-      .def("copy_to", &Sources::copy_to, "slot"_a, "Copy every leaf to its offset from the address `slot`.")
-      .def("release", &Sources::release, "Keep no tensor alive; an Outline puts new ones in.")
-      .def_prop_ro("bytes", &Sources::bytes);
+      .def("copy_to", &Sources::copy_to, "slot"_a, "Copy every leaf to its offset from the address `slot`.");
 }
 
 }  // namespace shmsync::bind

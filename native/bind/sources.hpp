@@ -1,4 +1,9 @@
-// Where the bytes of a publish come from: a table of tensors, checked again on every call.
+// What torch says of a tensor without linking libtorch, and the bytes of a publish that come from tensors.
+//
+// describe() reads address, dtype and shape from torch's exchange table in 50 ns. is_lazy() and holds() ask the tensor
+// for what that table does not show. SourcePlan (source_plan.cpp) finds the tensors of a published source again by
+// these; BufferCopies (buffer_copies.cpp) renews a module's buffers; Sources, below, is a flat table of tensors, which
+// is checked again on every call.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -87,13 +92,7 @@ class Sources {
   // memory that holds the tensor: they are read again, and moved() is true.
   bool revalidate();
   bool moved() const { return moved_; }
-  // Do bytes that are copied lie in one of these ranges of addresses?
-  bool overlaps(const Ranges& ranges) const;
   void copy_to(std::uintptr_t slot);
-  // Another tensor, which was checked, in the place of the one in this row.
-  void put(std::size_t row, nanobind::handle tensor, const std::byte* address);
-  void release();  // of the tensors; from now on rows are good for put() and copy_to() alone
-  std::uint64_t bytes() const { return bytes_; }
 
  private:
   struct Leaf {

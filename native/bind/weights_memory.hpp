@@ -19,8 +19,6 @@ namespace nb = nanobind;
 
 class WeightsMemory {
  public:
-  using Ranges = std::vector<std::pair<std::uintptr_t, std::uintptr_t>>;  // [begin, end)
-
   // Does the tensor start there?
   bool aliases(nb::handle tensor) const {
     DLTensor t;
