@@ -120,6 +120,32 @@ def test_another_user_is_refused_and_harms_nothing(start, name):
     assert segment_path(name).exists()
 
 
+UNDUMPABLE = """
+import os, torch, shmsync
+with shmsync.Publisher({"t": torch.ones(1)}) as pub:  # imports what it needs
+    shmsync.Subscriber(pub.name).close()
+os.setgroups([]); os.setgid(12345); os.setuid(12345)
+with shmsync.Publisher({"t": torch.ones(1)}) as pub:
+    child = os.fork()
+    if child == 0:
+        try:
+            shmsync.Subscriber(pub.handle)
+        except shmsync.ArenaNotFound as error:
+            print(error, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+@needs_root
+def test_a_publisher_that_is_not_dumpable_is_named_as_such():
+    done = subprocess.run(
+        [sys.executable, "-c", UNDUMPABLE], capture_output=True, text=True, check=True, cwd="/",
+        env={**os.environ, "HOME": "/tmp"},
+    )  # fmt: skip
+    assert "is not dumpable, as after setuid()" in done.stdout and "start the publisher without" in done.stdout
+
+
 @needs_root
 def test_root_does_not_act_on_what_another_user_says(open_trainer, name):
     """It may look at it, and remove it when its publisher is dead."""
