@@ -153,7 +153,7 @@ class Arena:
 
     def readonly_range(self) -> tuple[int, int]:
         """[begin, end) of the read-only mapping."""
-        begin = int(self.slab.readonly.data_ptr())
+        begin = self.readonly_address(0)
         return begin, begin + slab.slab_bytes(self.slots, self.manifest.slot_bytes)
 
     def spans(self) -> list[tuple[int, int]]:
@@ -206,7 +206,12 @@ def create(
         if device is None:
             memory = slab.create(slots, manifest.slot_bytes, session, name)
         else:
-            memory = _beside(device, slab.slab_bytes(slots, manifest.slot_bytes))
+            size = slab.slab_bytes(slots, manifest.slot_bytes)
+            try:
+                memory = slab.beside(device, size)
+            except NoSpace:  # what closed publishers have kept is freed only now: that may wait for the whole device
+                free_unused()
+                memory = slab.beside(device, size)
         try:
             on_device = None if device is None else OnDevice(device, memory.readonly)
             created = segment.create(
@@ -232,18 +237,6 @@ def create(
                 close(memory.fd)
             raise
         return Arena(created.control, memory, manifest, slots, session, on_device), created
-
-
-def _beside(device: Device, size: int) -> Slab:
-    """A slab on the device.
-
-    What closed publishers have kept there is freed only if it is needed: that may wait for the whole device.
-    """
-    try:
-        return slab.beside(device, size)
-    except NoSpace:
-        free_unused()
-    return slab.beside(device, size)
 
 
 # Memory of the host is counted by the system. That of a device may go with its owner, and CUDA leaves open what readers

@@ -47,11 +47,14 @@ def attach(
     deadline = time.monotonic() + timeout
     with refusals(f"attaching to arena {name!r}"):
         while True:
-            control, header = segment.attach(name, session, deadline, pass_over_dead=pass_over_dead)
+            found = False
             try:
+                control, header = segment.attach(name, session, deadline)
+                found = True  # so that what is not there any more is being replaced
                 return _mapped(name, control, header, worker, peers)
-            except (ArenaNotFound, WriterDied):
-                if not pass_over_dead or time.monotonic() >= deadline:
+            except (ArenaNotFound, WriterDied) as error:
+                passes_over = pass_over_dead and (found or isinstance(error, WriterDied))
+                if not passes_over or time.monotonic() >= deadline:
                     raise
             time.sleep(_BETWEEN_LOOKS)
 

@@ -63,23 +63,22 @@ def spelled(weights: Any, name: str) -> tuple[str, ...] | None:
     return None
 
 
-def dotted(weights: TensorDict) -> TensorDict:
-    """The same TensorDict, which takes dotted keys from now on."""
-    weights.__class__ = DottedTensorDict
-    return weights
-
-
 _PLAIN = (torch.Tensor, nn.Parameter, TensorDict)
 _NO_BATCH = torch.Size([])
-_unsafe: Any = getattr(TensorDict, "_new_unsafe", None)
+_unsafe = hasattr(TensorDict, "_new_unsafe")
 
 
-def tensordict_of(values: dict[str, Any]) -> TensorDict:
-    """TensorDict(values, batch_size=[]), whose constructor would take ten times as long to look at each value."""
-    if _unsafe is None or not all(type(value) in _PLAIN for value in values.values()):
-        return TensorDict(values, batch_size=[])
-    made: TensorDict = _unsafe(values, batch_size=_NO_BATCH)
+def tensordict_of(values: dict[str, Any], kind: type[TensorDict] = TensorDict) -> TensorDict:
+    """kind(values, batch_size=[]), whose constructor would take ten times as long to look at each value."""
+    if not _unsafe or not all(type(value) in _PLAIN for value in values.values()):
+        return kind(values, batch_size=[])
+    made: TensorDict = kind._new_unsafe(values, batch_size=_NO_BATCH)
     return made
+
+
+def dotted(weights: TensorDict) -> TensorDict:
+    """The same leaves in a TensorDict that takes dotted keys."""
+    return tensordict_of(dict(weights.items()), DottedTensorDict)
 
 
 DottedTensorDict.__name__ = TensorDict.__name__  # what repr() and errors call it

@@ -13,7 +13,6 @@ import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
 
 from .. import _native
 from ..errors import ArenaCorrupt, ArenaNotFound
@@ -124,31 +123,17 @@ def nobody_proven_dead(uid: int) -> str:
     return f"it belongs to uid {uid} and its header does not name an owner process, so that no process is proven dead"
 
 
-class Inode(NamedTuple):
-    """Which file it is, as long as it is open or mapped."""
-
-    device: int
-    number: int
-
-
-def inode_of(fd: int) -> Inode:
-    """That of an open file."""
-    status = os.fstat(fd)
-    return Inode(status.st_dev, status.st_ino)
-
-
-def stands_for(name: str, inode: Inode) -> bool:
-    """Does the name still stand for this segment?"""
+def stands_for(name: str, segment: os.stat_result) -> bool:
+    """Does the name still stand for this segment? It is open or mapped, so that no other file has its inode."""
     try:
-        named = os.lstat(FOLDER + PREFIX + name)
+        return os.path.samestat(os.lstat(FOLDER + PREFIX + name), segment)
     except FileNotFoundError:
         return False
-    return (named.st_dev, named.st_ino) == inode
 
 
-def unlink(name: str, inode: Inode) -> None:
+def unlink(name: str, segment: os.stat_result) -> None:
     """Remove the name if it still stands for this segment."""
-    if stands_for(name, inode):
+    if stands_for(name, segment):
         with suppress(FileNotFoundError):
             os.unlink(FOLDER + PREFIX + name)
 

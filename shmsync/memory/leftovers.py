@@ -73,7 +73,7 @@ def sweep(name: str) -> int | None:
             raise ArenaExists("another process is making or removing it") from None
         _refuse_live(name, fd)
         version = _last_version(name, fd)
-        _header.unlink(name, _header.inode_of(fd))
+        _header.unlink(name, os.fstat(fd))
         _log.info("arena %r: its publisher is dead, and what it left was removed", name)
         return version
 

@@ -26,10 +26,8 @@ from .header import (
     NAME,
     OPEN,
     PREFIX,
-    Inode,
     check_ours,
     check_readable,
-    inode_of,
     locked,
     opened,
     stands_for,
@@ -62,7 +60,7 @@ class Created:
     """A segment whose publisher holds its locks; no process attaches until make_ready()."""
 
     control: _native.Control
-    inode: Inode
+    inode: os.stat_result  # by which withdraw() knows it
     follows: int  # the last version of the dead publisher that had this name; 0: of none
     _fd: int  # the locks', which no mapping shares
 
@@ -111,7 +109,7 @@ def create(name: str, size: int, **header: Any) -> Created:
             lock = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)  # a description that nothing maps
             # A process that took it for a leftover has the lock for a moment.
             ours = _take_lock(lock, time.monotonic() + _LOCK_WAIT)
-            inode = inode_of(fd)
+            inode = os.fstat(fd)
             if ours and stands_for(name, inode):  # else a sweeper locked and removed it between our two calls
                 hold_for_life(lock)
                 _allocate(fd, size)
@@ -120,7 +118,7 @@ def create(name: str, size: int, **header: Any) -> Created:
                 lock = -1
                 return created
         except BaseException:
-            withdraw(name, inode_of(fd))
+            withdraw(name, os.fstat(fd))
             raise
         finally:
             close(fd)
@@ -188,57 +186,41 @@ def make_ready(created: Created) -> None:
     fcntl.flock(created._fd, fcntl.LOCK_UN)
 
 
-def attach(
-    name: str, session: bytes | None, deadline: float, *, pass_over_dead: bool = False
-) -> tuple[_native.Control, _native.Header]:
+def attach(name: str, session: bytes | None, deadline: float) -> tuple[_native.Control, _native.Header]:
     """Map the segment of a live arena, after checking all of its header.
 
     `session`: the handle's. None accepts any, and waits until there is one; a handle's arena was there already.
-    `pass_over_dead`: wait also while there is the arena of a publisher that has died, for the one that replaces it.
     """
     check_name(name)
     began = time.monotonic()
     unlocked_since: float | None = None
-
-    def wait_for_next(wanted: bool) -> bool:
-        """Was another look wanted, and is there time for it?"""
-        left = deadline - time.monotonic()
-        if wanted and left > 0:
-            time.sleep(min(_LOOK_FOR_NAME, left))
-        return wanted and left > 0
-
     while True:
         with opened(name) as fd:
-            if fd is None:
-                if wait_for_next(session is None):
-                    continue
-                raise ArenaNotFound(_no_arena(name, session, time.monotonic() - began))
-            header = _native.read_identity(fd)
-            if header is not None and header.ready:
-                if session is not None and header.session != session:
-                    raise ArenaNotFound(
-                        f"arena {name!r} is session {header.session.hex()} but the handle is of session "
-                        f"{session.hex()}; the publisher was restarted, pass the new handle"
-                    )
-                check_ours(name, fd)
-                try:
+            now = time.monotonic()
+            if fd is not None:
+                header = _native.read_identity(fd)
+                if header is not None and header.ready:
+                    if session is not None and header.session != session:
+                        raise ArenaNotFound(
+                            f"arena {name!r} is session {header.session.hex()} but the handle is of session "
+                            f"{session.hex()}; the publisher was restarted, pass the new handle"
+                        )
+                    check_ours(name, fd)
                     _check_header(name, header)
-                except WriterDied:
-                    if wait_for_next(pass_over_dead):
-                        continue
-                    raise
-                control = _native.Control.attach(fd, header.slots, header.readers, header.manifest_bytes)
-                return control, header
-            unlocked_since = None if locked(fd) else unlocked_since or time.monotonic()
-            if unlocked_since is not None and time.monotonic() - unlocked_since > 1.0:  # its creator is gone
-                if wait_for_next(pass_over_dead):
-                    continue
-                raise WriterDied(
-                    f"the publisher of arena {name!r} died while it was creating the arena; start it again"
-                )
-        if time.monotonic() > deadline:
-            raise ArenaNotFound(f"arena {name!r} is not ready; its publisher is still creating it, or died doing so")
-        time.sleep(0.001)
+                    control = _native.Control.attach(fd, header.slots, header.readers, header.manifest_bytes)
+                    return control, header
+                unlocked_since = None if locked(fd) else unlocked_since or now
+                if unlocked_since is not None and now - unlocked_since > 1.0:  # its creator is gone
+                    raise WriterDied(
+                        f"the publisher of arena {name!r} died while it was creating the arena; start it again"
+                    )
+                if now > deadline:
+                    raise ArenaNotFound(
+                        f"arena {name!r} is not ready; its publisher is still creating it, or died doing so"
+                    )
+            elif session is not None or now >= deadline:
+                raise ArenaNotFound(_no_arena(name, session, now - began))
+        time.sleep(0.001 if fd is not None else max(0.0, min(_LOOK_FOR_NAME, deadline - now)))
 
 
 def _no_arena(name: str, session: bytes | None, waited: float) -> str:
@@ -274,7 +256,7 @@ def _publisher_of_removed(name: str, session: bytes | None) -> int | None:
     return None
 
 
-def withdraw(name: str, inode: Inode) -> None:
+def withdraw(name: str, inode: os.stat_result) -> None:
     """Remove the name if it still stands for this segment, which is open or mapped here."""
     try:
         try:
