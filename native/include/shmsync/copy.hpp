@@ -23,7 +23,7 @@ enum class CopyPath { automatic, plain, streaming };
 
 bool streaming_available();
 
-// From so many bytes on, other threads help if the caller allows it (docs/adr/0030-helpers-of-a-copy.md).
+// From so many bytes on, other threads help if the caller allows it (docs/adr/0003-copy.md).
 inline constexpr std::size_t kShareAbove = std::size_t{512} << 10;
 // From so many on it pays to wake those that sleep.
 inline constexpr std::size_t kWakeAbove = std::size_t{3} << 20;

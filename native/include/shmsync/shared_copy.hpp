@@ -4,7 +4,7 @@
 // still have. A thread that is done with its share goes on with the others'. The caller takes chunks as the others do,
 // and in the end waits only for those that another thread has begun: a helper that has not been given a processor by
 // then is called no more. So a machine whose processors are busy costs the caller at most the rest of one chunk
-// (docs/adr/0030-helpers-of-a-copy.md).
+// (docs/adr/0003-copy.md).
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-/* A message that a rank has taken from its connection is owned until it is answered (ADR 42).
+/* A message that a rank has taken from its connection is owned until it is answered.
 
    Messages and answers come in order, each with its number. The trainer may give up at its deadline and send the next
    message; the worker takes one at a time; Ctrl-C may come between any two steps of the worker's receiver. */
