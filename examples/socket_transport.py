@@ -1,4 +1,4 @@
-"""A transport of your own: weights over plain TCP connections. docs/add-a-transport.md explains it.
+"""A transport of your own: weights over plain TCP connections. docs/schemes.md explains it.
 
 Connections are those of multiprocessing.connection: only processes with the same authkey are let in, since a process
 that is let in can run code here, as always with pickle.

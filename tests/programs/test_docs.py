@@ -23,10 +23,14 @@ def test_every_local_link_of_the_docs_resolves():
 
 
 @pytest.mark.parametrize(
-    ("page", "programs"),
-    [("add-a-transport.md", ["socket_transport.py"]), ("guides/leagues.md", ["self_play.py", "population.py"])],
+    ("page", "section", "programs"),
+    [
+        ("schemes.md", "## A transport of your own", ["socket_transport.py"]),
+        ("guides/leagues.md", "", ["self_play.py", "population.py"]),
+    ],
 )
-def test_a_page_shows_parts_of_its_examples(page, programs):
+def test_a_page_shows_parts_of_its_examples(page, section, programs):
     text = "".join((ROOT / "examples" / name).read_text() for name in programs)
-    blocks = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    shown = (ROOT / "docs" / page).read_text().partition(section)[2] if section else (ROOT / "docs" / page).read_text()
+    blocks = re.findall(r"```py\n(.*?)```", shown, re.DOTALL)
     assert blocks and [block for block in blocks if block not in text] == []
