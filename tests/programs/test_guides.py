@@ -21,10 +21,10 @@ BLOCKS = [  # of the README and of docs/, without its guides
 PAGES = {  # how many commands it has, and what it needs besides. Notebooks and containers have files of their own.
     "tutorial": (5, ()),
     "guides/share-memory": (3, ()),
-    "guides/cleanrl": (3, ("gymnasium",)),
+    "guides/cleanrl": (1, ("gymnasium",)),
     "guides/stable-baselines3": (1, ("stable_baselines3",)),
     "guides/torchrl": (1, ("torchrl", "gymnasium")),
-    "guides/ray": (4, ("ray", "gymnasium")),
+    "guides/ray": (1, ("ray", "gymnasium")),
     "guides/language-models": (2, ("transformers", "peft")),
     "guides/training-hangs": (2, ()),
     "guides/dataloader": (2, ()),
