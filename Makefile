@@ -142,7 +142,7 @@ $(PEERS): | $(STAMP)
 $(VENV)/.tools: constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch numpy
-	$(BIN)/pip install -q -c constraints.txt 'scikit-build-core>=0.10' 'nanobind>=2.2' cmake ninja
+	$(BIN)/pip install -q -c constraints.txt 'scikit-build-core>=0.11' 'nanobind>=2.2' cmake ninja
 	touch $@
 
 $(STAMP): $(VENV)/.tools $(SOURCES)

@@ -33,7 +33,11 @@ REFERENCE = {
 
 @event_priority(100)  # before mkdocstrings, which reads its paths there
 def on_config(config):
-    """Put the decisions into the navigation, and let the reference read the installed package: it has the stubs."""
+    """Put the decisions into the navigation, and let the reference read the installed package: it has the stubs.
+
+    The repository's address is that of pyproject.toml.
+    """
+    config.repo_url = re.search(r'^Homepage = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
     installed = Path(importlib.util.find_spec("shmsync").origin).parents[1]
     config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [str(installed)]
     decisions = sorted(each.name for each in (ROOT / "docs/adr").glob("*.md"))
