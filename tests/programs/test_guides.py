@@ -27,9 +27,8 @@ PAGES = {  # how many commands it has, and what it needs besides. Notebooks and 
     "guides/ray": (1, ("ray", "gymnasium")),
     "guides/language-models": (2, ("transformers", "peft")),
     "guides/training-hangs": (2, ()),
-    "guides/dataloader": (2, ()),
+    "guides/dataloader": (1, ()),
     "guides/leagues": (2, ("gymnasium", "pettingzoo", "pygame")),
-    "guides/gpu-learner": (2, ()),
     "guides/serving": (1, ("fastapi", "uvicorn")),
 }
 

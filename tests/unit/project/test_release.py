@@ -15,7 +15,7 @@ PYPROJECT = (ROOT / "pyproject.toml").read_text()
 
 def test_addresses_begin_with_the_homepage():
     home = re.search(r'^Homepage = "(.+)"$', PYPROJECT, re.MULTILINE)[1]
-    assert errors.DOCUMENTATION == f"{home}/blob/main/docs"
+    assert f"{home}/blob/main/docs" == errors.DOCUMENTATION
     urls = PYPROJECT.partition("[project.urls]")[2].partition("\n\n")[0]
     assert [url for url in re.findall(r'"(.+)"', urls) if not url.startswith(home)] == []
 
