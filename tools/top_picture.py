@@ -1,6 +1,6 @@
 """Draws `shmsync top` as it is on a terminal while a stopped worker blocks a trainer, into the SVG file that is named.
 
-The README shows what `python tools/top_picture.py docs/plots/top.svg` draws.
+docs/observing.md shows what `python tools/top_picture.py docs/plots/top.svg` draws.
 """
 
 from __future__ import annotations
