@@ -66,7 +66,7 @@ fuzz: $(STAMP)
 	  $(addprefix --seed ,$(SEED)) $(ARGS)
 	@command -v clang++ >/dev/null || { echo "the native fuzzers are skipped: they need clang (apt install clang)"; exit 0; }; \
 	cd native && $(abspath $(BIN))/cmake --preset fuzz && $(abspath $(BIN))/cmake --build --preset fuzz -j2 || exit 1; \
-	for each in segment frames; do mkdir -p $(FUZZ)/found/$$each; \
+	for each in segment; do mkdir -p $(FUZZ)/found/$$each; \
 	  $(FUZZ)/fuzz/fuzz_$$each -runs=$(INPUTS) -max_len=512 -timeout=60 -rss_limit_mb=1024 $(addprefix -seed=,$(SEED)) \
 	    -print_final_stats=1 -artifact_prefix=$(FUZZ)/found/ $(FUZZ)/found/$$each fuzz/corpus/$$each || exit 1; done
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed
 
 from remote.cell import FAR
-from shmsync.schemes.remote.location import NODE_VARIABLE
+from shmsync.schemes.remote.nodes import NODE_VARIABLE
 
 CONTEXT = multiprocessing.get_context("forkserver")  # one process imports for all workers
 PATIENCE = timedelta(seconds=60)

@@ -20,8 +20,6 @@ void bind_sources(nb::module_&);
 void bind_source_plan(nb::module_&);
 void bind_writer(nb::module_&);
 void bind_reader(nb::module_&);
-void bind_pipes(nb::module_&);
-void bind_fifo_lock(nb::module_&);
 }  // namespace shmsync::bind
 
 NB_MODULE(_native, m) {
@@ -47,6 +45,4 @@ NB_MODULE(_native, m) {
   shmsync::bind::bind_writer(m);
   shmsync::bind::bind_reader(m);
   shmsync::bind::bind_cover(m);
-  shmsync::bind::bind_pipes(m);
-  shmsync::bind::bind_fifo_lock(m);
 }

@@ -18,8 +18,8 @@ from ..engine.deadlines import timeout_or_default, whole
 from ..errors import ClosedError, WorkerDied
 from ..memory.process import watch_exit
 from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
-from ..schemes.arenas.worker_devices import DeviceChoice, WorkerDevices
-from ..schemes.strategy import WeightStrategy, state_of
+from ..schemes.devices import DeviceChoice, WorkerDevices
+from ..schemes.strategy import WeightStrategy
 from .options import LAST_SEED, CollectorOptions, OnLag, WorkerSpec, check
 from .policy_packing import pack
 from .trainer.batches import Batches
@@ -214,7 +214,11 @@ class MultiprocessCollector:
     def state_dict(self) -> dict[str, Any]:
         """Counts and the policy. Neither environments nor random generators are saved."""
         self._go_on()
-        policy = {key: value.detach().clone() for key, value in state_of(self.policy).items() if torch.is_tensor(value)}
+        policy = {
+            key: value.clone()
+            for key, value in WeightStrategy("state_dict").extract_weights(self.policy).items()
+            if torch.is_tensor(value)
+        }
         return {"frames": self._frames, "batches": self._batches_out, "policy": policy}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

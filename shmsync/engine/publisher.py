@@ -24,6 +24,7 @@ from .read.section_values import copied_state
 from .source.dtypes import Dtypes, check_dtypes
 from .source.sources import SAME, Filter, Patterns, Weights
 from .stats import PublisherStats, ReaderInfo
+from .subscriber import live_weights
 from .write.acks import Acks, Procs, check_workers, processes_of, wait_for_readers
 from .write.adoption import as_list
 from .write.writer import Writer
@@ -98,6 +99,7 @@ class Publisher:
             timeout=timeout_or_default(timeout),
         )
         try:
+            self._writer.arena.live = live_weights, (self.handle,)
             self._writer.open(first_version)
         except BaseException:
             self.close()

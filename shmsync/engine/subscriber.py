@@ -79,6 +79,7 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         reader = open_reader(handle_or_name, consistency, worker, timeout, follow)
         super().__init__(reader)
         self._reader = reader
+        reader.arena.live = live_weights, (Handle(reader.name, reader.arena.session),)
         self._consistency = consistency
         self._worker = worker
         try:
@@ -382,6 +383,19 @@ def _first_read(subscriber: weakref.ref[Subscriber], **options: Any) -> _native.
 
 
 skip(Subscriber.run)  # Dynamo compiles what it calls, not this frame
+
+
+def live_weights(handle: Handle) -> TensorDictBase:
+    """What the TensorDict of an arena is in another process: attached for as long as it lives, read-only.
+
+    With slots=1 the values change with each version; with more they are those of the slot that was current. Reads are
+    protected only inside a read section of a Subscriber of your own. Raises what Subscriber() raises.
+    """
+    subscriber = Subscriber(handle)
+    weights: Any = subscriber.weights
+    weights.subscriber = subscriber  # lives as long
+    found: TensorDictBase = weights
+    return found
 
 
 def reader_of(subscriber: Subscriber) -> ReadPath:

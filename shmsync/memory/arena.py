@@ -6,7 +6,7 @@ import operator
 import secrets
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +78,7 @@ class Arena:
     session: bytes
     on_device: OnDevice | None  # None: the slab lies in the host's memory
     reader: weakref.ref[_native.Reader] | None = None  # a Subscriber's; for publishers in this process
+    live: tuple[Callable[[Any], Any], tuple[Any]] | None = None  # the call that gives its weights elsewhere
     _views: dict[tuple[int, bool], dict[Key, torch.Tensor]] = field(default_factory=dict)
     _weights: dict[tuple[int, bool], TensorDict] = field(default_factory=dict)
 
@@ -139,6 +140,7 @@ class Arena:
 
             with plainly():
                 weights = dotted(nested(self.views(slot, writable=writable))).lock_()
+                weights.live = self.live
             self._weights[slot, writable] = weights
         return weights
 

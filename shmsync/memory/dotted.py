@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copyreg
 from contextlib import suppress
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, SupportsIndex
 
 import torch
@@ -18,7 +19,22 @@ from torch import nn
 
 
 class DottedTensorDict(TensorDict):
-    """A TensorDict of weights, with dotted keys beside its own."""
+    """A TensorDict of weights, with dotted keys beside its own.
+
+    Attributes:
+        live: of an arena's, the call that gives it in another process of the machine, with its handle.
+    """
+
+    live: Any = None
+
+    @property
+    def handle(self) -> Any:
+        """Of an arena's: what a Subscriber attaches with; else None."""
+        return None if self.live is None else self.live[1][0]
+
+    def is_shared(self) -> bool:
+        """Does it lie in memory that other processes map?"""
+        return self.live is not None or super().is_shared()
 
     def __getitem__(self, index: Any) -> Any:
         """As a TensorDict's; also of a dotted key."""
@@ -74,6 +90,14 @@ def tensordict_of(values: dict[str, Any], kind: type[TensorDict] = TensorDict) -
         return kind(values, batch_size=[])
     made: TensorDict = kind._new_unsafe(values, batch_size=_NO_BATCH)
     return made
+
+
+def _reduced(weights: DottedTensorDict) -> Any:
+    """What queues and pipes make of it: in the other process an arena's is live, with the values of that time."""
+    return weights.__reduce_ex__(2) if weights.live is None else weights.live
+
+
+ForkingPickler.register(DottedTensorDict, _reduced)
 
 
 def dotted(weights: TensorDict) -> TensorDict:

@@ -20,12 +20,14 @@ from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArenaCorrupt
-from .slab import SLOT_ALIGNMENT, TENSOR_ALIGNMENT
 
 if TYPE_CHECKING:
     import torch
 
     from .. import _native
+
+SLOT_ALIGNMENT = 2 << 20  # bytes; one huge page
+TENSOR_ALIGNMENT = 256  # bytes
 
 Key = tuple[str, ...]
 Strides = tuple[int, ...]

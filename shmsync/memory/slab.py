@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import psutil
 
@@ -40,10 +40,7 @@ from .process import Peer, close, close_in_children, me, owner_word, pid_of, ref
 if TYPE_CHECKING:
     import torch
 
-    from .devices import Device
 
-SLOT_ALIGNMENT = 2 << 20  # bytes; one huge page
-TENSOR_ALIGNMENT = 256  # bytes
 STAMP_BYTES = 4096  # the session id stands at the end, on a separate page
 TOKEN = 16  # bytes at the end of any memfd, by which a reader knows it
 
@@ -112,7 +109,7 @@ def _let_go(address: int, fd: int) -> None:
     close(fd)
 
 
-def beside(device: Device, size: int) -> Slab:
+def beside(device: Any, size: int) -> Slab:
     """A slab that lies on a device. Its descriptor is of an empty file, which is there as long as this program runs."""
     fd = os.memfd_create("shmsync-owner", os.MFD_CLOEXEC)
     try:

@@ -1,7 +1,7 @@
 """Weight-sync schemes: who sends which model to whom, and when it is applied. The shape is TorchRL's API.
 
 Each name is imported when it is first used: a scheme needs torch, and one for several machines needs more.
-May be imported by collectors and integrations.
+May be imported by workers, collectors and integrations.
 """
 
 # ruff: noqa: F405  # the lazy names come from the star
@@ -11,13 +11,38 @@ from typing import Any as _Any
 
 if _TYPE_CHECKING:
     from .api import TransportBackend, WeightSyncScheme
+    from .multiprocess import MPTransport, MultiProcessWeightSyncScheme
     from .none import NoWeightSyncScheme
-    from .pipes.multiprocess import MPTransport, MultiProcessWeightSyncScheme
-    from .pipes.shared_memory import SharedMemTransport, SharedMemWeightSyncScheme
     from .receiver import WeightReceiver
     from .remote import *  # noqa: F403
     from .sender import WeightSender
+    from .shared_memory import SharedMemTransport, SharedMemWeightSyncScheme
     from .strategy import WeightStrategy
+
+_HOMES = {
+    "DistributedTransport": ".remote.distributed",
+    "DistributedWeightSyncScheme": ".remote.distributed",
+    "MPTransport": ".multiprocess",
+    "MultiProcessWeightSyncScheme": ".multiprocess",
+    "NoWeightSyncScheme": ".none",
+    "RPCTransport": ".remote.rpc",
+    "RPCWeightSyncScheme": ".remote.rpc",
+    "RayActorTransport": ".remote.ray",
+    "RayModuleTransformReceiver": ".remote.ray",
+    "RayModuleTransformScheme": ".remote.ray",
+    "RayModuleTransformSender": ".remote.ray",
+    "RayTransport": ".remote.ray",
+    "RayWeightSyncScheme": ".remote.ray",
+    "RayWeightUpdater": ".remote.updater",
+    "SharedMemTransport": ".shared_memory",
+    "SharedMemWeightSyncScheme": ".shared_memory",
+    "TransportBackend": ".api",
+    "WeightReceiver": ".receiver",
+    "WeightSender": ".sender",
+    "WeightStrategy": ".strategy",
+    "WeightSyncScheme": ".api",
+    "WeightUpdaterBase": ".remote.updater",
+}
 
 __all__ = [
     "DistributedTransport",
@@ -45,24 +70,10 @@ __all__ = [
 ]
 
 
-_HOMES = {  # the others are in remote/
-    "MPTransport": ".pipes.multiprocess",
-    "MultiProcessWeightSyncScheme": ".pipes.multiprocess",
-    "NoWeightSyncScheme": ".none",
-    "SharedMemTransport": ".pipes.shared_memory",
-    "SharedMemWeightSyncScheme": ".pipes.shared_memory",
-    "TransportBackend": ".api",
-    "WeightReceiver": ".receiver",
-    "WeightSender": ".sender",
-    "WeightStrategy": ".strategy",
-    "WeightSyncScheme": ".api",
-}
-
-
 def __getattr__(name: str) -> _Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(_import_module(_HOMES.get(name, ".remote"), __name__), name)
+    found = globals()[name] = getattr(_import_module(_HOMES[name], __name__), name)
     return found
 
 

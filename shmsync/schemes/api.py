@@ -9,27 +9,31 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from torch import nn
 from typing_extensions import Self
 
 from ..engine.source.dtypes import Dtypes
 from ..errors import ClosedError
-from .context_args import Arguments, check_names, find_model, model_at, model_in, refuse_collector, says_what_it_takes
+from .context import Arguments, find_source
 from .receiver import WeightReceiver
 from .sender import WeightSender
 from .strategy import Form, WeightStrategy
 
-_OF_TORCHRL = {
-    "connect", "init_on_receiver", "initialized_on_receiver", "initialized_on_sender", "synchronized_on_receiver",
-    "synchronized_on_sender",
-}  # fmt: skip
+_BACKENDS = {
+    "none": "NoWeightSyncScheme",
+    "shared": "SharedMemWeightSyncScheme",
+    "process": "MultiProcessWeightSyncScheme",
+    "multiprocessing": "MultiProcessWeightSyncScheme",
+    "distributed": "DistributedWeightSyncScheme",
+    "rpc": "RPCWeightSyncScheme",
+    "ray": "RayWeightSyncScheme",
+}
 
 
 @runtime_checkable
 class TransportBackend(Protocol):
     """How weights get to one worker.
 
-    These two methods make one. Optional: `send_weights_async`, `wait_ack`, `send_ack(message="updated")`,
+    These methods make one. Optional: `send_weights_async`, `wait_ack`, `send_ack(message="updated")`,
     `check_ack(message="updated")`, `check_connection()`.
 
     A send calls them directly, on its own thread: time-outs, and late answers, are the transport's own matter.
@@ -53,18 +57,12 @@ class WeightSyncScheme(ABC):
 
     A scheme is made once, and given to both sides: `init_on_sender` in the trainer, `init_on_worker` in each worker.
     Pickling keeps its configuration alone. `with scheme:` ends with shutdown(), and so the scheme's use.
-
-    `sender_takes` and `worker_takes` are the keyword arguments of init_on_sender() and init_on_worker(). A subclass
-    that reads more of them extends these sets, or else what it has not read is refused afterwards.
     """
 
-    sender_takes: ClassVar[frozenset[str]] = frozenset({"pipes", "num_workers", "model"})
-    worker_takes: ClassVar[frozenset[str]] = frozenset({"pipe", "model", "worker_idx"})
-
     _for_torchrl: ClassVar[str] = (  # what to give TorchRL's collectors instead
-        "Give Collector, MultiSyncCollector and MultiAsyncCollector shmsync.integrations.torchrl.ShmWeightSyncScheme() "
-        "and RayCollector, RPCCollector and DistributedCollector the RayWeightSyncScheme(), RPCWeightSyncScheme() and "
-        "DistributedWeightSyncScheme() of torchrl.weight_update"
+        "Give Collector, MultiSyncCollector and MultiAsyncCollector shmsync.integrations.torchrl."
+        "SharedMemWeightSyncScheme() and RayCollector, RPCCollector and DistributedCollector the "
+        "RayWeightSyncScheme(), RPCWeightSyncScheme() and DistributedWeightSyncScheme() of torchrl.weight_update"
     )
     _depth = 0  # of `with` blocks
     _over = False
@@ -77,7 +75,24 @@ class WeightSyncScheme(ABC):
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None
 
-    def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
+    @classmethod
+    def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
+        """The scheme of a way of starting workers.
+
+        Args:
+            backend: "none", "shared", "process" (or "multiprocessing"), "distributed", "rpc" or "ray".
+            **options: of that scheme.
+
+        Raises ValueError for another name.
+        """
+        from shmsync import schemes
+
+        if backend not in _BACKENDS:
+            raise ValueError(f"backend is one of {', '.join(map(repr, _BACKENDS))}, not {backend!r}")
+        made: WeightSyncScheme = getattr(schemes, _BACKENDS[backend])(**options)
+        return made
+
+    def init_on_sender(self, model_id: str = "policy", context: Any = None, **kwargs: Any) -> None:
         """Prepare to send the model of this id.
 
         Args:
@@ -85,40 +100,50 @@ class WeightSyncScheme(ABC):
             context: over pipes it gives `.pipes` (one end of a Pipe for each worker), `.num_workers`,
                 `.get_model(model_id)`, `.get_cached_weights(model_id)` and `.procs` (the workers' processes, perhaps
                 filled later). Held weakly. For what other schemes take and raise see their classes.
-            **kwargs: the same names, instead of a context or beside it, and `model`, which wins over what the context
-                has under the id.
+            **kwargs: the same names, instead of a context or beside it; `model` and `cached_weights`, which win over
+                what the context has. A keyword of the API that this scheme does not use is ignored.
 
         Raises ValueError for missing or contradictory ones, TypeError for unknown ones, ClosedError after shutdown(),
         ProtocolError for a collector of TorchRL's, whose workers need a scheme of another kind.
         """
         self.check_open("init_on_sender")
-        refuse_collector(self, context, self._for_torchrl)
-        arguments = Arguments(model_id, context, kwargs)
-        if says_what_it_takes(type(self), "sender_takes"):
-            check_names(self, "sender_takes", arguments)  # before anything is done
+        arguments = Arguments(self, "init_on_sender", model_id, context, kwargs, self._for_torchrl)
         sender = self.create_sender()
-        sender.begin(arguments)
-        check_names(self, "sender_takes", arguments)
+        sender.set_up(arguments)
         self._sender = sender
 
-    def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
+    def init_on_worker(self, model_id: str = "policy", context: Any = None, **kwargs: Any) -> None:
         """Prepare to receive the model of this id.
 
         Args:
+            model_id: see init_on_sender().
             context: over pipes it gives `.pipe` (the worker's end) and `.get_model(model_id)`. Held weakly.
             **kwargs: `pipe`, `model` instead, or beside it; for other schemes see their classes. `worker_idx`: the
-                index by which errors name this worker where its sender has given it none.
+                index by which errors name this worker where its sender has given it none. `wait`: seconds to wait for
+                the first weights.
 
-        Raises ValueError for missing ones, TypeError for unknown ones, ClosedError after shutdown().
+        Raises ValueError for missing ones, TypeError for unknown ones, ClosedError after shutdown(), TimeoutError when
+        no weights came while it waited.
         """
         self.check_open("init_on_worker")
-        arguments = Arguments(model_id, context, kwargs)
-        if says_what_it_takes(type(self), "worker_takes"):
-            check_names(self, "worker_takes", arguments)  # before anything is done
+        arguments = Arguments(self, "init_on_worker", model_id, context, kwargs)
         receiver = self.create_receiver()
-        receiver.begin(arguments)
-        check_names(self, "worker_takes", arguments)
         self._receiver = receiver
+        try:
+            receiver.set_up(arguments)
+        except BaseException:
+            self._receiver = None
+            raise
+
+    init_on_receiver = init_on_worker
+
+    @property
+    def _initialized_on_sender(self) -> bool:
+        return self._sender is not None
+
+    @property
+    def _initialized_on_worker(self) -> bool:
+        return self._receiver is not None
 
     def get_sender(self) -> WeightSender:
         """The sender; RuntimeError before init_on_sender(), ClosedError after shutdown()."""
@@ -133,6 +158,34 @@ class WeightSyncScheme(ABC):
         if self._receiver is None:
             raise RuntimeError(f"call init_on_worker() before get_receiver() on this {type(self).__name__}")
         return self._receiver
+
+    # ---- the newer spelling
+
+    def send(self, weights: Any = None, worker_ids: Any = None, **options: Any) -> int:
+        """get_sender().send()."""
+        return self.get_sender().send(weights, worker_ids, **options)
+
+    def receive(self, timeout: float | None = 0.001) -> bool:
+        """get_receiver().receive()."""
+        return self.get_receiver().receive(timeout)
+
+    def apply_weights(self, weights: Any) -> None:
+        """get_receiver().apply_weights()."""
+        self.get_receiver().apply_weights(weights)
+
+    def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
+        """Bring the first weights to the workers; each side calls it after its init, once the workers run.
+
+        The sender sends `weights`, or those that it knows, and waits for all workers; a worker waits until they came.
+        Raises TimeoutError in a worker to which none came in the scheme's time, RuntimeError before an init.
+        """
+        if self._sender is not None:
+            if weights is not None or self._sender.find_source(None) is not None:
+                self._sender.send(weights)
+        elif not self.get_receiver().receive(None):
+            raise TimeoutError("no weights came in time; call connect() on the sender too, with weights to send")
+
+    # ---- what subclasses make
 
     @abstractmethod
     def create_transport(self, pipe_or_context: Any) -> TransportBackend:
@@ -150,13 +203,18 @@ class WeightSyncScheme(ABC):
         """A receiver that has no model yet."""
         return WeightReceiver(self)
 
+    def make_strategy(self) -> WeightStrategy:
+        """A strategy with this scheme's options, for either side."""
+        return WeightStrategy(self.strategy, partial=self.partial, dtype=self.dtype)
+
     def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
         """What a send of `weights` transports, in the form that `strategy` gives it.
 
         Args:
-            weights: a module is extracted; a string is a model id, resolved in the context; None is extracted from the
-                model that init_on_sender(model=) got, else from the context's model of this id, for "policy" else from
-                its `_fallback_policy`, and None when there is none of these. Anything else stays as it is.
+            weights: a module is extracted; a string is a model id, resolved in the context; None is the cached weights
+                that init_on_sender() or the context gave, else extracted from the model that init_on_sender() got, else
+                from the context's model of this id, for "policy" else from its `_fallback_policy`, and None when there
+                is none of these. Anything else stays as it is.
             model_id: of the model.
             strategy: extracts.
             context: where models are found.
@@ -166,40 +224,16 @@ class WeightSyncScheme(ABC):
 
         Raises ValueError for a string without a context, and for one under which the context has no model.
         """
-        source = self.find_source(weights, model_id, context)
-        return strategy.extract_weights(source) if isinstance(source, nn.Module) else source
+        sender = self._sender if self._sender is not None and self._sender.model_id == model_id else None
+        cached, model = (None, None) if sender is None else (sender._cached, sender._model)
+        return strategy.prepared(find_source(weights, model_id, context, cached, model))
 
     @property
-    def prepares(self) -> bool:
+    def _prepares(self) -> bool:
         """Does a subclass, or this object, prepare weights in its own way?"""
         return getattr(self.prepare_weights, "__func__", None) is not WeightSyncScheme.prepare_weights
 
-    def find_source(self, weights: Any, model_id: str, context: Any = None) -> Any:
-        """What prepare_weights() extracts from: a module, weights, or None.
-
-        Args:
-            weights: as in prepare_weights(), and so are model_id and context.
-            model_id: see there.
-            context: see there.
-        """
-        sender = self._sender if self._sender is not None and self._sender.model_id == model_id else None
-        is_own = weights is None or (isinstance(weights, str) and weights == model_id)
-        if sender is not None and sender.given_model is not None and is_own:
-            return sender.given_model
-        if isinstance(weights, str):
-            if context is None:
-                raise ValueError(f"{weights!r} names a model of a context, and there is none; pass the model itself")
-            return model_in(context, weights)
-        if weights is not None:
-            return weights
-        found = None if context is None else find_model(context, model_id)
-        if found is None and model_id == "policy":
-            found = model_at(context, "_fallback_policy")
-        return sender.context_model if found is None and sender is not None else found
-
-    def make_strategy(self) -> WeightStrategy:
-        """A strategy with this scheme's options, for either side."""
-        return WeightStrategy(self.strategy, partial=self.partial, dtype=self.dtype)
+    # ---- its life
 
     def check_open(self, call: str) -> None:
         """Raise ClosedError after shutdown(); `call` is its first word."""
@@ -213,16 +247,6 @@ class WeightSyncScheme(ABC):
         Every later use of the scheme is a ClosedError.
         """
         self._over = True
-
-    def __getattr__(self, name: str) -> Any:
-        # Only what is not there comes here. TorchRL's collectors ask their schemes for these first.
-        kind = type(self).__name__
-        if name in _OF_TORCHRL:
-            raise AttributeError(
-                f"{kind} has no {name}, which TorchRL's collectors need of their schemes: it is a scheme for workers "
-                f"of your own. {self._for_torchrl}"
-            )
-        raise AttributeError(f"{kind!r} object has no attribute {name!r}")
 
     def __enter__(self) -> Self:
         self.check_open("with")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from typing_extensions import override
 
 from ..engine.deadlines import timeout_or_none
 from .api import WeightSyncScheme
+from .context import Arguments
 from .receiver import WeightReceiver
-from .sender import WeightSender
+from .sender import Posted, WeightSender
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
@@ -19,7 +21,6 @@ class NoWeightSyncScheme(WeightSyncScheme):
         "Leave weight_sync_schemes= out and do not call update_policy_weights_(): the collector's workers then keep "
         "the weights they start with"
     )
-    sender_takes = WeightSyncScheme.sender_takes | {"procs", "cached_weights"}  # of the scheme that it replaces
 
     def create_transport(self, pipe_or_context: Any = None) -> NoTransport:
         """A transport to nowhere."""
@@ -65,20 +66,18 @@ class NoTransport:
 class NoSender(WeightSender):
     """Leaves the workers' weights, and so its version, as they are."""
 
-    sends = False
-    takes_process = True
+    _takes_process = True
 
     @override
-    def is_dead(self, worker_idx: int) -> bool:
-        """False: it sends nothing, so it never finds out."""
-        return False
+    def _source(self, weights: Any) -> Any:
+        return weights
 
     @override
-    def _chosen(self, worker_ids: Any) -> list[int]:
-        return []
+    def _post(self, source: Any, workers: list[int], deadline: float) -> Posted:
+        return Posted(0, {})
 
     @override
-    def _post(self, weights: Any, workers: list[int], deadline: float) -> list[Any]:
+    def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
         return []
 
 
@@ -86,11 +85,8 @@ class NoReceiver(WeightReceiver):
     """Never has news; needs neither a pipe nor a model."""
 
     @override
-    def set_up(self, arguments: Any) -> None:
-        self._take_worker(arguments)
-        model = arguments.model()
+    def _connect(self, arguments: Arguments) -> None:
         self._register_worker_transport(None)
-        self._register_model(arguments.model_id if model is None else model)
 
     @override
     def receive(self, timeout: float | None = 0.001) -> bool:

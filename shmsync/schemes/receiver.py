@@ -2,26 +2,50 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import weakref
+from abc import abstractmethod
 from typing import Any
 
-from ..engine.deadlines import check_worker, timeout_or_none
-from .context_args import Arguments, model_in, named_content
-from .scheme_end import SchemeEnd
+from typing_extensions import override
+
+from ..engine.deadlines import check_worker, deadline_after, timeout_or_none
+from . import messages
+from .context import Arguments, model_in
+from .links import Inbox
+from .messages import Message, given_message
+
+_log = logging.getLogger("shmsync")
 
 
-class WeightReceiver(SchemeEnd):
+class WeightReceiver:
     """Receives the weights of one model, over any transport. Made by a scheme.
 
     Args:
         scheme: the WeightSyncScheme that makes it.
+
+    A pickled receiver keeps its configuration, without context, model and transport.
     """
 
     def __init__(self, scheme: Any) -> None:
-        super().__init__(scheme)
+        self._scheme = scheme
+        self._strategy = scheme.make_strategy()
+        self._model_id = "policy"
         self._worker_idx: int | None = None
+        self._start_here()
+
+    def _start_here(self) -> None:
+        """Set what belongs to this process; a copy begins without it."""
+        self._context_ref: weakref.ref[Any] | None = None
         self._model_ref: Any = None
         self._transport: Any = None
         self._version = 0
+
+    @property
+    def model_id(self) -> str:
+        """Which model it receives."""
+        return self._model_id
 
     @property
     def worker_idx(self) -> int | None:
@@ -33,10 +57,6 @@ class WeightReceiver(SchemeEnd):
         """How the weights come; None before init_on_worker()."""
         return self._transport
 
-    def pending(self) -> list[Any]:
-        """Messages that came over the pipe and are not about weights, oldest first; each is given once."""
-        return list(self._transport.pending()) if hasattr(self._transport, "pending") else []
-
     @property
     def version(self) -> int:
         """The version of the weights that the model uses now; 0: those it came with.
@@ -45,7 +65,13 @@ class WeightReceiver(SchemeEnd):
         """
         return self._version
 
-    # Hooks: a subclass may override these and _set_context(), in every scheme.
+    def pending(self) -> list[Any]:
+        """Messages that came over the pipe and are not about weights, oldest first; each is given once."""
+        return list(self._transport.pending()) if hasattr(self._transport, "pending") else []
+
+    def _set_context(self, context: Any) -> None:
+        """Look for the model here. Held weakly."""
+        self._context_ref = None if context is None else weakref.ref(context)
 
     def _register_model(self, model_ref: Any) -> None:
         """The model itself, or its id in the context."""
@@ -63,30 +89,28 @@ class WeightReceiver(SchemeEnd):
         if reference is None or self._context_ref is None:
             which = "" if reference is None else f" for {reference!r}"
             raise ValueError(f"no model is registered{which}; give init_on_worker() model= or a context that has it")
-        if (context := self._living_context) is None:
+        if (context := self._context_ref()) is None:
             raise ValueError(f"the context that had {reference!r} is gone; keep it as long as its receiver")
         return model_in(context, reference)
 
-    def begin(self, arguments: Arguments) -> None:
-        """Take in the arguments that init_on_worker() got. Called by the scheme."""
-        self._set_context(arguments.context)
-        self.set_up(arguments)
-
     def set_up(self, arguments: Arguments) -> None:
-        """Take in the model, and the way to the sender, from these arguments."""
-        self._take_worker(arguments)
-        model = arguments.model()
-        self._register_worker_transport(arguments.needed("pipe"))
-        self._register_model(arguments.model_id if model is None else model)
-
-    def _take_worker(self, arguments: Arguments) -> None:
-        """Which model it is, and which worker."""
+        """Take in the model, and the way to the sender. Called by init_on_worker()."""
+        self._set_context(arguments.context)
         self._model_id = arguments.model_id
         worker = arguments.get("worker_idx")
         self._worker_idx = None if worker is None else check_worker(worker)
+        model = arguments.model()
+        self._connect(arguments)
+        self._register_model(arguments.model_id if model is None else model)
+        if (wait := timeout_or_none(arguments.given("wait"))) is not None and not self.receive(wait):
+            raise TimeoutError(f"no weights of {self._model_id!r} came within {wait} seconds; is the sender sending?")
+
+    def _connect(self, arguments: Arguments) -> None:
+        """Take in the way to the sender from these arguments."""
+        self._register_worker_transport(arguments.needed("pipe"))
 
     def receive(self, timeout: float | None = 0.001) -> bool:
-        """Apply what has arrived, and say so to the sender.
+        """Apply what has arrived, and answer the sender.
 
         Args:
             timeout: seconds to wait for the first message; 0 only looks, None is the scheme's or the transport's own.
@@ -102,28 +126,149 @@ class WeightReceiver(SchemeEnd):
         """
         timeout = timeout_or_none(timeout)
         self._scheme.check_open("receive")
-        if self._transport is None:
-            return False
-        received = self._transport.receive_weights(timeout=timeout)
+        received = None if self._transport is None else self._transport.receive_weights(timeout=timeout)
         if received is None:
             return False
-        named_content(received, self._model_id)  # or raise
-        self.apply_weights(received[1])
+        self.apply_weights(received)
         return True
 
     def apply_weights(self, weights: Any) -> None:
-        """Apply weights that the worker's own loop has read, alone or as (model_id, weights), and tell the sender.
+        """Apply weights that the worker's own loop has read, alone or as (model_id, weights), and answer the sender.
 
         Raises ValueError for weights of another model, and what applying raises.
         """
-        weights = named_content(weights, self._model_id)
-        self._strategy.apply_weights(self._resolve_model_ref(), weights)
+        self._strategy.apply_weights(self._resolve_model_ref(), self._own(weights))
         if hasattr(self._transport, "send_ack"):
             self._transport.send_ack("updated")
+
+    def _own(self, weights: Any) -> Any:
+        """Weights, without the id of their model. Raises ValueError when that is another model."""
+        if type(weights) is not tuple or len(weights) != 2 or not isinstance(weights[0], str):
+            return weights
+        if weights[0] != self._model_id:
+            raise ValueError(
+                f"weights of {weights[0]!r} came to the receiver of {self._model_id!r}; make a receiver for "
+                f"{weights[0]!r} too"
+            )
+        return weights[1]
 
     def close(self) -> None:
         """Give back what the receiver holds. Idempotent; it also happens when the process ends."""
 
     def __getstate__(self) -> dict[str, Any]:
-        model_ref = self._model_ref if isinstance(self._model_ref, str) else None
-        return {**super().__getstate__(), "_model_ref": model_ref, "_transport": None}
+        names = ("_scheme", "_strategy", "_model_id", "_worker_idx")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start_here()
+
+
+class PipeReceiver(WeightReceiver):
+    """Applies messages at receive(), and answers them.
+
+    Several receivers may share a pipe. Each receive() also serves the others that this thread uses, so that no sender
+    waits while the worker receives another model.
+    """
+
+    _inbox: Inbox
+    _thread: int | None = None  # that called receive() last
+    _has_news = False  # another receiver's receive() has applied weights to this model
+
+    @override
+    def _register_worker_transport(self, pipe: Any) -> None:
+        self._transport = self._scheme.create_transport(pipe)
+        self._inbox = Inbox.of(self._transport.pipe)
+        self._inbox.receivers[self._model_id] = self
+
+    @override
+    def receive(self, timeout: float | None = 0.001) -> bool:
+        """Apply what has arrived, within `timeout` seconds (None: the scheme's), and answer it. Was there news?
+
+        Weights that cannot be applied raise in the sender. Here they are logged, and the model keeps what it had.
+
+        Raises ValueError when no model is registered, WriterDied when the sender is gone.
+        """
+        self._scheme.check_open("receive")
+        deadline = deadline_after(timeout, self._scheme.timeout)
+        if self._transport is None:
+            return False
+        inbox = self._inbox
+        with inbox.lock:  # from here on no other thread applies weights to this model
+            self._thread = threading.get_ident()
+            if inbox.receivers.get(self._model_id) is not self:
+                inbox.receivers[self._model_id] = self
+        inbox.pipe.flush()  # an answer that the pipe had no room for
+        while not self._has_news and (message := inbox.next(self._serves, deadline)) is not None:
+            errors = [inbox.receivers[message.model_id]._handle(message)]
+            # Then all that is there, before the answers: a sender that is fast enough would keep this call for ever.
+            batch = []
+            while (message := inbox.next(self._serves, 0.0)) is not None:
+                batch.append(message)
+            errors += [inbox.receivers[message.model_id]._handle(message) for message in batch]
+            if any(errors):
+                self._resolve_model_ref()  # a receiver without a model raises here too
+        news, self._has_news = self._has_news, False
+        if news:
+            self._use_news()
+        return news
+
+    def _serves(self, message: Message) -> bool:
+        """Is it for this model, or for another one that this thread uses?"""
+        receiver = self._inbox.receivers.get(message.model_id)
+        if receiver is None or (receiver is not self and receiver._thread not in (None, self._thread)):
+            return False
+        return bool(receiver._ready())
+
+    def _handle(self, message: Message) -> Exception | None:
+        """Do what a message says, and answer it; what it failed with."""
+        word = messages.UPDATED if message.kind == messages.UPDATE else messages.REGISTERED
+        try:
+            self._use(message)
+        except Exception as error:
+            _log.warning("%r of %r was refused: %s", message.kind, self._model_id, error)
+            self._inbox.pipe.send(messages.failure(message, error))
+            return error
+        self._has_news = self._has_news or word == messages.UPDATED
+        self._inbox.pipe.send(messages.answer(message, word))
+        return None
+
+    @override
+    def apply_weights(self, weights: Any) -> None:
+        """Apply what the worker's own loop has read from the pipe, and answer it.
+
+        Args:
+            weights: a whole message, its (model_id, content), or the content alone: weights, a version, the arena. What
+                is for another model goes to that one's receiver. The answer to less than the whole message may lack its
+                name, and is then for the oldest message of its kind.
+
+        Raises what applying raises, which the sender gets too; ValueError when no receiver has that model.
+        """
+        self._scheme.check_open("apply_weights")
+        if self._transport is None:
+            raise ValueError(f"the receiver of {self._model_id!r} has no pipe; call init_on_worker() first")
+        message = given_message(weights, self._model_id)
+        try:
+            receiver = self if message.model_id == self._model_id else self._inbox.receivers.get(message.model_id)
+            if receiver is None:
+                raise ValueError(
+                    f"weights of {message.model_id!r} came to the receiver of {self._model_id!r}, and no receiver has "
+                    f"that model; make one for {message.model_id!r}"
+                )
+            receiver._use(message)
+        except Exception as error:
+            self._inbox.pipe.send(messages.failure(message, error))
+            raise
+        word = messages.UPDATED if message.kind == messages.UPDATE else messages.REGISTERED
+        self._inbox.pipe.send(messages.answer(message, word))
+
+    def _ready(self) -> bool:
+        """Can weights be applied at this moment?"""
+        return True
+
+    def _use_news(self) -> None:
+        """receive() returns True: `version` is what was applied, in whatever thread."""
+
+    @abstractmethod
+    def _use(self, message: Message) -> None:
+        """Do what the message says: make the model use its weights, or attach to its arena."""

@@ -1,93 +1,94 @@
-"""The sender brings the weights of one model to its workers, over any transport. Schemes derive theirs from it."""
+"""The sender brings the weights of one model to its workers.
+
+A send goes through these methods, in this order:
+
+    _source()   what the user means: a module or weights
+    _post()     write it (into the arena, or into a message), and hand each worker its message
+    _gather()   wait for all answers at once, and raise what went wrong
+
+WeightSender sends over transports that users wrote. PipeSender reaches workers over pipes (links.py); where it writes
+the weights is a matter of its two kinds, in shared_memory.py and multiprocess.py. remote/base.py has the third kind.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+import threading
+import time
+import weakref
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
 from typing_extensions import override
 
 from ..engine.deadlines import check_worker, deadline_after
 from ..engine.outcome import Outcome, Wording
-from ..errors import ProtocolError
-from .context_args import Arguments, chosen_workers, model_at, process_of
-from .link.send_lock import SendLock, hold_all
-from .scheme_end import SchemeEnd
+from ..errors import ProtocolError, WorkerDied, WriterBusy
+from .context import Arguments, chosen_workers, find_source
+from .links import Link, gather
+from .messages import Tag
 
-_TRANSPORT_WORDING = Wording("its transport timed out", after_lateness="Send again, or give its transport more time")
-
-
-class TransportCalls:
-    """One send over transports of a user's own: they are called directly, one after the other."""
-
-    def __init__(self, transports: Mapping[int, Any], what: str, version: int) -> None:
-        self._transports = dict(transports)  # the workers without an error so far
-        self._what, self._version = what, version
-        self._outcome = Outcome(_TRANSPORT_WORDING)
-        self._errors: dict[int, Exception] = {}
-
-    def send(self, model_id: str, weights: Any) -> None:
-        """Call send_weights_async(), or send_weights() of transports without it."""
-        for index, transport in list(self._transports.items()):
-            send = getattr(transport, "send_weights_async", transport.send_weights)
-            self._call(index, partial(send, model_id, weights))
-
-    def finish(self) -> None:
-        """Call wait_ack() of transports in two steps. Raises a transport's error, or AckTimeout with the late."""
-        for index, transport in list(self._transports.items()):
-            if hasattr(transport, "send_weights_async") and hasattr(transport, "wait_ack"):
-                self._call(index, transport.wait_ack)
-        for index, error in sorted(self._errors.items()):
-            notes = [*getattr(error, "__notes__", ()), f"raised by the transport of worker {index}"]
-            error.__notes__ = notes  # add_note() is not in Python 3.10
-            raise error
-        self._outcome.check(self._what, self._version)
-
-    def _call(self, index: int, function: Callable[[], Any]) -> None:
-        try:
-            function()
-        except TimeoutError as error:
-            self._outcome.late.append(index)
-            self._outcome.notes.append(f"worker {index}: {error}" if str(error) else f"worker {index} timed out")
-            del self._transports[index]
-        except Exception as error:
-            self._errors[index] = error
-            del self._transports[index]
+_WORDING = Wording("its transport timed out", after_lateness="Send again, or give its transport more time")
 
 
-class WeightSender(SchemeEnd):
+@dataclass
+class Posted:
+    """A send under way. `workers`: what each worker is waited for by; over pipes `tags`: which answer of it."""
+
+    version: int
+    workers: Mapping[int, Any]
+    tags: Mapping[int, Tag] = field(default_factory=dict)
+    outcome: Outcome = field(default_factory=lambda: Outcome(_WORDING))
+    errors: dict[int, Exception] = field(default_factory=dict)  # of transports of a user's own
+
+
+@contextmanager
+def hold(lock: threading.Lock, call: str, deadline: float) -> Iterator[None]:
+    """Hold a sender's lock. Raises WriterBusy when another thread has it until the deadline."""
+    if not lock.acquire(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
+        raise WriterBusy(f"{call}(): another thread's send lasted until the deadline, so nothing was done; try again")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+class WeightSender:
     """Sends the weights of one model to its workers, over any transport. Made by a scheme.
 
     Args:
         scheme: the WeightSyncScheme that makes it.
 
-    One send at a time: a call of another thread waits within its own deadline, and then raises WriterBusy.
+    One send at a time: a call of another thread waits within its own deadline, and then raises WriterBusy. A pickled
+    sender keeps its configuration, without context and workers.
     """
 
-    sends = True  # False: its workers keep the weights they came with
-    takes_process = False  # can it see the death of a worker's process?
     default_timeout = math.inf  # of a call without timeout=: the transports' own time-outs count
+    _takes_process = False  # can it see the death of a worker's process?
 
     def __init__(self, scheme: Any) -> None:
-        super().__init__(scheme)
-        self._model_names: tuple[str, ...] = ()  # under which the context may have it, if not under the id
+        self._scheme = scheme
+        self._strategy = scheme.make_strategy()
+        self._model_id = "policy"
         self._version = 0
+        self._start_here()
 
-    @override
     def _start_here(self) -> None:
-        super()._start_here()
-        self.given_model: Any = None  # what init_on_sender(model=) got; None: nothing
-        self._processes: dict[int, Any] = {}  # of workers that are being registered
+        """Set what belongs to this process; a copy begins without it."""
+        self._context_ref: weakref.ref[Any] | None = None
+        self._model: Any = None  # what init_on_sender(model=) got
+        self._cached: Any = None  # what init_on_sender(cached_weights=) got
         self._transports: dict[int, Any] = {}
-        self._pending: Any = None  # what _post() gave a send_async()
-        self._send_locks = SendLock()
+        self._posted: Posted | None = None  # of a send_async()
+        self._lock = threading.Lock()
 
     @property
-    def _context(self) -> Any:
-        return self._living_context
+    def model_id(self) -> str:
+        """Which model it sends."""
+        return self._model_id
 
     @property
     def version(self) -> int:
@@ -99,6 +100,15 @@ class WeightSender(SchemeEnd):
         """The registered workers."""
         return sorted(self._transports)
 
+    @property
+    def _context(self) -> Any:
+        return None if self._context_ref is None else self._context_ref()
+
+    @property
+    def _pending_async(self) -> bool:
+        """Is a send_async() not waited for yet?"""
+        return self._posted is not None
+
     def is_dead(self, worker_idx: int) -> bool:
         """Has a WorkerDied named this worker, so that sends leave it out?
 
@@ -106,10 +116,7 @@ class WeightSender(SchemeEnd):
             worker_idx: the worker's index. Raises ValueError for one that is not registered.
         """
         (index,) = chosen_workers([worker_idx], self.worker_ids)
-        return self._is_dead(index)
-
-    def _is_dead(self, index: int) -> bool:
-        return False
+        return bool(getattr(self._transports[index], "reported", False))
 
     def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
         """Reach this worker over this pipe from now on. It replaces an earlier worker of the same index.
@@ -123,86 +130,47 @@ class WeightSender(SchemeEnd):
         Raises ValueError for another index, TypeError for a process that cannot be watched.
         """
         worker_idx = check_worker(worker_idx)
-        if process is not None:
-            if not self.takes_process:
-                raise TypeError(
-                    f"a {type(self).__name__} cannot watch process={process!r}; leave it out for worker {worker_idx}"
-                )
-            self._processes[worker_idx] = process
-        try:
-            self._register_worker(worker_idx, pipe_or_context)
-        finally:
-            self._processes.pop(worker_idx, None)
+        if process is not None and not self._takes_process:
+            raise TypeError(f"a {type(self).__name__} cannot watch process={process!r}; leave it out")
+        self._register_worker(worker_idx, pipe_or_context, process)
 
-    # Hooks: a subclass may override these, in every scheme.
-
-    @override
-    def _set_context(self, context: Any, model_id: str | None = None) -> None:
-        """Look for the model here when send() gets none. Held weakly."""
-        super()._set_context(context)
-        if model_id is not None:
-            self._model_id = model_id
-
-    def _register_worker(self, worker_idx: int, pipe_or_context: Any) -> None:
-        """Reach this worker from now on."""
+    def _register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
         self._transports[worker_idx] = self._scheme.create_transport(pipe_or_context)
 
-    def _iterate_transports(self, worker_ids: int | Sequence[int] | None = None) -> Iterator[Any]:
-        """The transports of these workers. A send goes to the workers whose transports this yields."""
-        for index in chosen_workers(worker_ids, self.worker_ids):
-            yield self._transport_of(index)
-
-    def _transport_of(self, index: int) -> Any:
-        return self._transports[index]
-
-    def _reached(self, workers: list[int]) -> list[int]:
-        """Those of these workers whose transports _iterate_transports() yields."""
-        if not self._picks:
-            return workers
-        own = {id(self._transport_of(index)): index for index in workers}
-        reached = []
-        for transport in self._iterate_transports(workers):
-            if id(transport) not in own:
-                raise ValueError(
-                    f"_iterate_transports() yields {transport!r}, which is the transport of none of the workers "
-                    f"{workers}; yield what super()._iterate_transports() gives"
-                )
-            reached.append(own[id(transport)])
-        return sorted(reached)
-
-    @property
-    def _picks(self) -> bool:
-        """Does a subclass choose the workers of a send?"""
-        return type(self)._iterate_transports is not WeightSender._iterate_transports
-
-    def begin(self, arguments: Arguments) -> None:
-        """Take in the arguments that init_on_sender() got. Called by the scheme."""
-        self._set_context(arguments.context, arguments.model_id)
-        self.set_up(arguments)
+    def _set_context(self, context: Any, model_id: str) -> None:
+        """Look for the model here when send() gets none. Held weakly."""
+        self._context_ref = None if context is None else weakref.ref(context)
+        self._model_id = model_id
 
     def set_up(self, arguments: Arguments) -> None:
-        """Take in the model and the workers from these arguments."""
-        self._take_model(arguments, "model")
+        """Take in the model and the workers. Called by init_on_sender()."""
+        self._set_context(arguments.context, arguments.model_id)
+        self._model = arguments.given("model")
+        if self._model is None:
+            self._model = arguments.given("source_model")
+        self._cached = arguments.given("cached_weights")
+        self._find_workers(arguments)
+
+    def _find_workers(self, arguments: Arguments) -> None:
+        """Register the workers that init_on_sender() was given."""
         pipes: Sequence[Any] | None = arguments.get("pipes")
-        count = arguments.count("num_workers")
-        if pipes is not None:
-            if count is not None and count != len(pipes):
-                raise ValueError(
-                    f"num_workers is {count} but there are {len(pipes)} pipes; give one pipe for each worker"
-                )
-            for index, pipe in enumerate(pipes):
-                self.register_worker(index, pipe, process_of(arguments, index) if self.takes_process else None)
+        arguments.check_count(pipes, "pipes", "num_workers")
+        procs = arguments.reader("procs")
+        for index, pipe in enumerate(pipes or ()):
+            self.register_worker(index, pipe, self._process_of(procs, index))
 
-    def _take_model(self, arguments: Arguments, *names: str) -> None:
-        """The model that was given under the first of these names; else what the context has there."""
-        self.given_model = next((m for name in names if (m := arguments.given(name)) is not None), None)
-        self._model_names = names
+    def _process_of(self, procs: Any, index: int) -> Any:
+        """A function that gives the worker's process as soon as there is one, or None; None where nobody looks."""
+        if not self._takes_process:
+            return None
 
-    @property
-    def context_model(self) -> Any:
-        """The model that the context has under another name than its id; None when it has none."""
-        context = self._context
-        return next((m for name in self._model_names if (m := model_at(context, name)) is not None), None)
+        def process() -> Any:
+            current = procs()
+            return current[index] if current is not None and index < len(current) else None
+
+        return process
+
+    # ---- a send
 
     def send(
         self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None
@@ -210,7 +178,7 @@ class WeightSender(SchemeEnd):
         """Send weights, and wait until every worker has applied them.
 
         Args:
-            weights: a module, a TensorDict, a dict, a model id, or None for the context's model.
+            weights: a module, a TensorDict, a dict, a model id, or None for the context's.
             worker_ids: None sends to all workers, an int to one, a list to several.
             timeout: seconds for the whole call; None is the scheme's default. Transports of a user's own are called
                 directly, so their own time-outs count.
@@ -219,7 +187,7 @@ class WeightSender(SchemeEnd):
             The version that the weights have now: it grows with every send.
 
         Raises:
-            WriterBusy: another thread was sending until the deadline, or this one is inside a send; nothing was sent.
+            WriterBusy: another thread was sending until the deadline; nothing was sent.
             RuntimeError: a send_async() is pending.
             ValueError: a worker that is not registered, or no weights.
             ProtocolError: this sender was unpickled and has no workers.
@@ -229,12 +197,11 @@ class WeightSender(SchemeEnd):
             AckTimeout: sent, but these workers have not applied it in time.
             Exception: that of a worker, with its traceback as the cause.
         """
-        deadline = self._deadline(timeout)
-        with hold_all(self.send_locks(), deadline, "send"):
-            self.check_ready("send")
-            posted = self._post(weights, self._chosen(worker_ids), deadline)
-            self._collect(posted, deadline)
-            return self.version
+        deadline = deadline_after(timeout, self.default_timeout)
+        with self._one_at_a_time("send", deadline):
+            posted = self._post(self._source(weights), self._chosen(worker_ids), deadline)
+            self._gather(posted, deadline)
+            return posted.version
 
     def send_async(
         self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None
@@ -246,76 +213,41 @@ class WeightSender(SchemeEnd):
             worker_ids: see send().
             timeout: see send().
         """
-        deadline = self._deadline(timeout)
-        with hold_all(self.send_locks(), deadline, "send_async"):
-            self.check_ready("send_async")
-            self._pending = self._post(weights, self._chosen(worker_ids), deadline)
-            return self.version
+        deadline = deadline_after(timeout, self.default_timeout)
+        with self._one_at_a_time("send_async", deadline):
+            self._posted = self._post(self._source(weights), self._chosen(worker_ids), deadline)
+            return self._posted.version
 
     def wait_async(self, *, timeout: float | None = None) -> int:
         """Wait for the pending send_async(), and return its version; `timeout` as in send().
 
         Raises RuntimeError when none is pending, and what send() raises; then nothing is pending any more.
         """
-        deadline = self._deadline(timeout)
-        with hold_all(self.send_locks(), deadline, "wait_async"):
-            if self._pending is None:
-                raise RuntimeError("no send is pending; call send_async() first")
-            posted, self._pending = self._pending, None
-            self._collect(posted, deadline)
-            return self.version
+        deadline = deadline_after(timeout, self.default_timeout)
+        with self._one_at_a_time("wait_async", deadline):
+            assert self._posted is not None
+            posted, self._posted = self._posted, None
+            self._gather(posted, deadline)
+            return posted.version
 
     def update_weights(self, weights: Any) -> int:
         """Call send(weights)."""
         return self.send(weights)
 
-    # What the kinds of senders do differently.
-
-    def _post(self, weights: Any, workers: list[int], deadline: float) -> Any:
-        """Start sending; what _collect() needs."""
-        prepared = self.sent_weights(weights)
-        self._version += 1
-        names = {id(transport): index for index, transport in self._transports.items()}
-        transports = {  # one that no index has goes by its position
-            names.get(id(transport), position): transport
-            for position, transport in enumerate(self._iterate_transports(workers))
-        }
-        calls = TransportCalls(transports, f"version {self._version} of {self._model_id!r}", self._version)
-        calls.send(self._model_id, prepared)
-        return calls
-
-    def _collect(self, posted: Any, deadline: float) -> None:
-        """Wait for every answer."""
-        if posted:  # of a sender that sends nothing it is empty
-            posted.finish()
-
-    def _deadline(self, timeout: float | None) -> float:
-        return deadline_after(timeout, self.default_timeout)
-
-    def send_locks(self) -> list[SendLock]:
-        """What a send has to itself while it lasts."""
-        return [self._send_locks]
-
-    def check_ready(self, call: str) -> None:
-        """Raise RuntimeError if a send_async() is pending, ProtocolError if this is a copy without workers."""
-        self._scheme.check_open(call)
-        if self._pending is not None:
-            raise RuntimeError(f"{call}() while a send_async() is pending; call wait_async() first")
-        if self._copied and self.sends and not self.worker_ids:
-            raise ProtocolError(
-                f"{call}() of a sender that was copied or unpickled: pipes and workers stayed with the original, so it "
-                "has no workers; call register_worker() for each first"
-            )
+    @contextmanager
+    def _one_at_a_time(self, call: str, deadline: float) -> Iterator[None]:
+        with hold(self._lock, call, deadline):
+            self._scheme.check_open(call)
+            if call == "wait_async":
+                if self._posted is None:
+                    raise RuntimeError("no send is pending; call send_async() first")
+            elif self._posted is not None:
+                raise RuntimeError(f"{call}() while a send_async() is pending; call wait_async() first")
+            yield
 
     def _source(self, weights: Any) -> Any:
         """What the user means: a module or weights."""
-        if weights is None and self.given_model is not None:
-            return self.given_model
-        found = self._scheme.find_source(weights, self._model_id, self._context)
-        found = self.context_model if found is None else found
-        return self._needed_source(found)
-
-    def _needed_source(self, found: Any) -> Any:
+        found = self._scheme.prepare_weights(weights, self._model_id, self._strategy, self._context)
         if found is None:
             raise ValueError(
                 f"there are no weights to send: pass them, or give init_on_sender() a context or a model= for "
@@ -323,16 +255,152 @@ class WeightSender(SchemeEnd):
             )
         return found
 
-    def sent_weights(self, weights: Any) -> Any:
-        """What travels for the weights that a user passed."""
-        if self._scheme.prepares:
-            prepared = self._scheme.prepare_weights(weights, self._model_id, self._strategy, self._context)
-            found = self._needed_source(prepared)
-        else:
-            found = self._source(weights)
-        if isinstance(found, nn.Module):
-            return self._strategy.extract_weights(found)
-        return self._strategy.cast(found)
+    def find_source(self, weights: Any) -> Any:
+        """What send(weights) is about, not extracted; None: nothing is known."""
+        return find_source(weights, self._model_id, self._context, self._cached, self._model)
 
     def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
         return chosen_workers(worker_ids, self.worker_ids)
+
+    def _post(self, source: Any, workers: list[int], deadline: float) -> Posted:
+        """Write the weights, and hand each worker its message; what _gather() needs."""
+        self._version += 1
+        posted = Posted(self._version, {index: self._transports[index] for index in workers})
+        for index, transport in posted.workers.items():
+            send = getattr(transport, "send_weights_async", transport.send_weights)
+            _call(posted, index, send, self._model_id, source)
+        return posted
+
+    def _gather(self, posted: Posted, deadline: float) -> None:
+        """Wait for every answer, and raise what went wrong."""
+        for index, transport in posted.workers.items():
+            bad = index in posted.outcome.late or index in posted.errors
+            if not bad and hasattr(transport, "send_weights_async") and hasattr(transport, "wait_ack"):
+                _call(posted, index, transport.wait_ack)
+        for index, error in sorted(posted.errors.items()):
+            notes = [*getattr(error, "__notes__", ()), f"raised by the transport of worker {index}"]
+            error.__notes__ = notes  # add_note() is not in Python 3.10
+            raise error
+        posted.outcome.check(f"version {posted.version} of {self._model_id!r}", posted.version)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "_scheme": self._scheme,
+            "_strategy": self._strategy,
+            "_model_id": self._model_id,
+            "_version": self._version,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start_here()
+
+
+def _call(posted: Posted, index: int, function: Any, *args: Any) -> None:
+    """Call a transport of a user's own; what it raises is for the end of the send."""
+    try:
+        function(*args)
+    except TimeoutError as error:
+        posted.outcome.late.append(index)
+        posted.outcome.notes.append(f"worker {index}: {error}" if str(error) else f"worker {index} timed out")
+    except Exception as error:
+        posted.errors[index] = error
+
+
+class PipeSender(WeightSender):
+    """Sends one model to workers at the other ends of pipes: a message to each, then one wait."""
+
+    _takes_process = True
+    _unpickled = False
+
+    def __init__(self, scheme: Any) -> None:
+        super().__init__(scheme)
+        self.default_timeout = scheme.timeout
+
+    @override
+    def _start_here(self) -> None:
+        super()._start_here()
+        self.links: dict[int, Link] = {}
+
+    @property
+    @override
+    def worker_ids(self) -> list[int]:
+        return sorted(self.links)
+
+    @override
+    def is_dead(self, worker_idx: int) -> bool:
+        (index,) = chosen_workers([worker_idx], self.worker_ids)
+        return self.links[index].reported
+
+    @override
+    def _register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
+        self.links[worker_idx] = Link.of(getattr(pipe_or_context, "pipe", pipe_or_context), process)
+
+    def pending(self, worker_idx: int) -> list[Any]:
+        """Messages from a worker that are no answers, oldest first; each is given once.
+
+        A wait for answers reads the whole pipe, so a recv() of your own may miss what arrives meanwhile. Raises
+        ValueError for a worker that is not registered.
+        """
+        (index,) = chosen_workers([worker_idx], self.worker_ids)
+        self.links[index].pump()
+        return self.links[index].pipe.take_pending()
+
+    def resend(self, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None) -> int:
+        """Bring workers that joined late to the newest version, with every leaf; nothing new is published.
+
+        Returns that version, 0 if nothing was sent yet. Raises as send() does.
+        """
+        deadline = deadline_after(timeout, self.default_timeout)
+        with self._one_at_a_time("resend", deadline):
+            if not self.version:
+                return 0
+            workers = self._chosen(worker_ids)
+            self._gather(self._announce(self._reached(workers), again=True), deadline)
+            return self.version
+
+    def _reached(self, workers: list[int]) -> dict[int, Link]:
+        """Those of these workers that no error has named as dead. Raises WorkerDied when there is none."""
+        if not self.links and self._unpickled:
+            raise ProtocolError(
+                "this sender was unpickled: pipes and workers stayed with the original, so it has no workers; call "
+                "register_worker() for each first"
+            )
+        reached = {index: self.links[index] for index in workers if not self.links[index].reported}
+        if workers and not reached:
+            raise WorkerDied(
+                f"all workers that {self._model_id!r} should go to are dead ({', '.join(map(str, workers))}); nothing "
+                "was sent. Start others in their place, and call register_worker()",
+                missing=workers,
+            )
+        return reached
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._unpickled = True
+
+    @override
+    def _post(self, source: Any, workers: list[int], deadline: float) -> Posted:
+        links = self._reached(workers)
+        self._write(source, links, deadline)
+        return self._announce(links)
+
+    def _next_version(self, links: Mapping[int, Link], own: int) -> int:
+        """A number that no message over these pipes had, so that a late answer counts for nothing else."""
+        return 1 + max(own, *(link.highest.get(self._model_id, 0) for link in links.values()), 0)
+
+    @abstractmethod
+    def _write(self, source: Any, links: Mapping[int, Link], deadline: float) -> None:
+        """Make the weights the newest version, for these workers. Raises before anything is changed."""
+
+    @abstractmethod
+    def _announce(self, links: Mapping[int, Link], *, again: bool = False) -> Posted:
+        """Hand these workers the message of the newest version. `again`: they may have missed earlier ones."""
+
+    @override
+    def _gather(self, posted: Posted, deadline: float) -> None:
+        outcome = gather(posted.workers, posted.tags, deadline)
+        for index in outcome.dead:
+            posted.workers[index].reported = True
+        outcome.check(f"version {posted.version} of {self._model_id!r}", posted.version)

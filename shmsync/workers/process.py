@@ -15,9 +15,8 @@ from typing import Any
 
 from ..engine.outcome import Failure
 from ..errors import ProtocolError
-from ..memory.process import Peer, me, start_process, stay_if_exiting
-from ..schemes.link.connection import Channel
-from ..schemes.link.gather import LinkPoll
+from ..memory.process import Peer, me, poll, start_process, stay_if_exiting
+from ..schemes.links import Pipe, milliseconds
 from .worker_process import ATTACHED, BEGAN, FAILED, Start, run
 
 EXIT_CODE = 1.0  # seconds; a fork server reports an exit code a moment after the death
@@ -58,7 +57,7 @@ class Process:
         self.over = self.began = self.attached = self.reported = False
         self._memory_kills = memory_kills()
         self.connection, theirs = context.Pipe()
-        self.channel = Channel.of(self.connection)
+        self.pipe = Pipe.of(self.connection)
         packed = args if context.get_start_method() == "fork" else Packed(args)
         start = Start(who, me().owner, threads, seed)
         name = f"shmsync-{who.replace(' ', '-')}"
@@ -100,17 +99,17 @@ class Process:
 
     def send(self, message: bytes) -> None:
         """Send it a message, as far as the pipe takes it. Does nothing for a dead process."""
-        if not self.channel.closed:
-            self.channel.send(message)
+        if not self.pipe.closed:
+            self.pipe.send(message)
 
     def read(self) -> None:
         """Take what it has sent, and write what its pipe takes now."""
-        if self.over or self.channel.closed:
+        if self.over or self.pipe.closed:
             return
         gone = self.dead  # before the last look: what it sent, it sent before it died
-        self.channel.flush()
+        self.pipe.flush()
         try:
-            while (found := self.channel.peek()) is not None:
+            while (found := self.pipe.receive()) is not None:
                 word, content = found[0]
                 if word == FAILED:
                     self.failure = content
@@ -119,18 +118,17 @@ class Process:
                 elif word == ATTACHED:
                     self.attached = True
                 else:
-                    self.received += (found[0],)
-                del self.channel.arrived[0]  # no call since the line before: an interrupt cannot come between
+                    self.received.append(found[0])
         except EOFError:
             gone = True
         self.over = gone
 
-    def watch(self, poll: select.poll) -> None:
+    def watch(self, poller: select.poll) -> None:
         """Let this poll find its messages and its end, unless they are known."""
-        if not (self.over or self.channel.closed or self.channel.ended):
-            poll.register(self.channel.fd, select.POLLIN)
+        if not (self.over or self.pipe.closed or self.pipe.ended):
+            poller.register(self.pipe.fd, select.POLLIN)
         if self.peer.fd is not None and not self.peer.dead:
-            poll.register(self.peer.fd, select.POLLIN)
+            poller.register(self.peer.fd, select.POLLIN)
 
     def end(self, grace: float) -> None:
         """End it if it runs: SIGTERM, and SIGKILL after `grace` seconds. Idempotent."""
@@ -146,6 +144,15 @@ class Process:
             self.peer.close()
 
 
+def wait_for_any(members: Mapping[int, Process], deadline: float) -> None:
+    """Until one of these has sent something, or has ended; for 50 ms at most, and not beyond the deadline."""
+    poller = select.poll()
+    for member in members.values():
+        member.watch(poller)
+    poll(poller, milliseconds(deadline))
+    stay_if_exiting()
+
+
 def leave(members: Mapping[int, Process], order: bytes, deadline: float) -> list[int]:
     """Send each process its last order and wait for its end; those that are late. Their messages are read meanwhile."""
     for member in members.values():
@@ -154,9 +161,9 @@ def leave(members: Mapping[int, Process], order: bytes, deadline: float) -> list
     while living := {index: member for index, member in members.items() if not member.dead}:
         if time.monotonic() >= deadline:
             break
-        for index, _ in LinkPoll(living).wait(living, deadline):
-            stay_if_exiting()
-            living[index].read()  # a long report would keep its worker in its send
+        wait_for_any(living, deadline)
+        for member in living.values():
+            member.read()  # a long report would keep its worker in its send
     return sorted(living)
 
 

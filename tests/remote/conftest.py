@@ -2,21 +2,24 @@
 
 import pytest
 
-from support.remote import parts
+from support.processes import remove_segments
+from support.remote.fleet import Fleet
 
 
 @pytest.fixture
 def fleet(start):
-    """fleet(2, nodes=...) -> a trainer and workers, see parts.Fleet; they are dead afterwards."""
+    """fleet(kind, 2) -> a trainer and workers, see Fleet; they are killed afterwards."""
     made = []
 
     def new(*args, **kwargs):
-        made.append(parts.Fleet(start, *args, **kwargs))
+        made.append(Fleet(start, *args, **kwargs))
         return made[-1]
 
     yield new
-    for each in made:
-        each.end()
+    for process in [process for each in made for process in (each.trainer, *each.workers)]:
+        if process.process.is_alive():
+            process.kill()
+        remove_segments(process.pid)
 
 
 @pytest.fixture(params=["rpc", "distributed"])

@@ -123,8 +123,8 @@ PRELOADED = [
     "shmsync.engine.publisher",
     "shmsync.engine.subscriber",
     "shmsync.schemes.none",
-    "shmsync.schemes.pipes.multiprocess",
-    "shmsync.schemes.pipes.shared_memory",
+    "shmsync.schemes.multiprocess",
+    "shmsync.schemes.shared_memory",
 ]
 
 

@@ -66,6 +66,7 @@ class Swap:
             for node in item.listchain():
                 node.own_markers = [mark for mark in node.own_markers if mark.kwargs.get("reason") not in NO_REASON]
 
+
 class Pushed:
     """What TestWeightSyncIntegration pushes weights through: a scheme in the trainer, and a server's copy of it."""
 

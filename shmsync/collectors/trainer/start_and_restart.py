@@ -13,7 +13,7 @@ from torch import nn
 
 from ...errors import DataMismatch, WorkerDied
 from ...schemes import WeightSyncScheme
-from ...schemes.arenas.worker_devices import WorkerDevices
+from ...schemes.devices import WorkerDevices
 from .. import buffers
 from ..options import CollectorOptions, WorkerSpec
 from ..worker.collector_process import COLLECT, HELLO, LAYOUT, START
@@ -38,9 +38,7 @@ class WorkerSetup:
         deadline = time.monotonic() + self.options.start_timeout
         members = [self.pool.start(spec) for spec in self.specs]
         self.pool.answers(HELLO, deadline, self.pool.members)
-        # Schemes that take no devices bring weights to wherever a policy is.
-        placed = not self.devices.unset and "device" in self.scheme.sender_takes
-        place: dict[str, Any] = {"device": self.devices} if placed else {}
+        place: dict[str, Any] = {} if self.devices.unset else {"device": self.devices}
         with self.reasons():
             self.scheme.init_on_sender(
                 "policy",

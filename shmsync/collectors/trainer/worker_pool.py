@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ...engine.outcome import Outcome, Wording
-from ...memory.process import stay_if_exiting
 from ...schemes import WeightSyncScheme
-from ...schemes.link.gather import LinkPoll
-from ...workers.process import EXIT_CODE, Process, leave
+from ...workers.process import EXIT_CODE, Process, leave, wait_for_any
 from ..options import WorkerSpec
 from ..worker.collector_process import BATCH, COLLECT, STOP, run
 
@@ -144,10 +142,10 @@ class WorkerPool:
                 raise outcome.lateness(_AWAITED, None)
             for member in self.members.values():  # also those that are not waited for
                 if not member.lost:
-                    member.channel.flush()
-            for index, _ in LinkPoll(waiting).wait(waiting, deadline):
-                stay_if_exiting()  # this process exits, and so its workers end
-                self.read(waiting[index])
+                    member.pipe.flush()
+            wait_for_any(waiting, deadline)
+            for member in waiting.values():
+                self.read(member)
         return None
 
     def answers(self, word: str, deadline: float, workers: Iterable[int]) -> dict[int, Any]:

@@ -158,18 +158,13 @@ class PlanCache:
 
     def find(self, source: Weights) -> CopyPlan:
         """The plan for this source, with its tensors. Call release() on it when it was carried out."""
-        if self._plans and self._plans[0].match(source):
-            return self._plans[0]
-        return self.kept(source) or self.make(source)
-
-    def kept(self, source: Weights) -> CopyPlan | None:
-        """The plan of an earlier source that was like this one, if it is one of the last."""
         for position, plan in enumerate(self._plans):
             if plan.match(source):
-                self._plans.insert(0, self._plans.pop(position))
+                if position:
+                    self._plans.insert(0, self._plans.pop(position))
                 return plan
             plan.release()
-        return None
+        return self.make(source)
 
     @run_plainly
     def make(self, source: Weights) -> CopyPlan:

@@ -229,7 +229,9 @@ class ReadPath(_native.Reader):
         self.move_to_arena(attached.arena.control, attached.row, attached.owner, _reads(attached))
         self.set_slab(*attached.arena.readonly_range())
         self.arena.reader, attached.arena.reader = None, self.arena.reader
-        self.arena = attached.arena
+        before, self.arena = self.arena, attached.arena
+        if before.live is not None:
+            self.arena.live = before.live[0], (Handle(self.name, self.arena.session),)
         self.writer = attached.writer
         self._restarts += 1
         self.publisher_lost = False

@@ -197,22 +197,6 @@ class Writer:
                 if plan is not None:
                     plan.release()
 
-    def publish_like(self, weights: Weights, deadline: float) -> int | None:
-        """As publish(), of a TensorDict or dict with every leaf that is like an earlier one; else None."""
-        self.check()
-        with self.lock:
-            self.ready(deadline)
-            if self.adopted is not None or self.device is not None:
-                return None
-            plan = self.plans.kept(weights)
-            try:
-                if plan is None or not plan.whole or plan.in_place:
-                    return None
-                return self._write(plan, deadline)
-            finally:
-                if plan is not None:
-                    plan.release()
-
     def check_weights(self, weights: Weights, optional: Container[Key] | None = None) -> None:
         """Raise what publishing these would raise before anything is written.
 

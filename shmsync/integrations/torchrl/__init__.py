@@ -1,4 +1,8 @@
-"""shmsync as a weight-sync scheme of TorchRL's collectors: `weight_sync_schemes={"policy": ShmWeightSyncScheme()}`."""
+"""The weight-sync scheme of TorchRL's collectors over shmsync: only the import changes.
+
+`weight_sync_schemes={"policy": SharedMemWeightSyncScheme()}`. It is another class than shmsync.SharedMemWeightSyncScheme,
+which serves workers of your own. ShmWeightSyncScheme is its other name.
+"""
 
 try:
     import torchrl.weight_update as _torchrl
@@ -7,7 +11,9 @@ except ImportError as error:
 
 from .torchrl_scheme import ShmWeightSyncScheme
 
-__all__ = ["ShmWeightSyncScheme"]
+SharedMemWeightSyncScheme = ShmWeightSyncScheme
+
+__all__ = ["SharedMemWeightSyncScheme", "ShmWeightSyncScheme"]
 
 _register = getattr(_torchrl.weight_sync_schemes, "register_weight_sync_backend", None)
 if _register is not None:  # TorchRL 0.14 and later: WeightSyncScheme.from_backend("shmsync")

@@ -15,8 +15,8 @@ from ... import _native
 from ...engine.deadlines import timeout_or_default, timeout_or_none
 from ...engine.source.dtypes import Dtypes
 from ...errors import ClosedError, ProtocolError
-from ...schemes.arenas.worker_devices import DeviceChoice
-from ...schemes.strategy import WeightStrategy, is_flat
+from ...schemes.devices import DeviceChoice
+from ...schemes.strategy import WeightStrategy, has_dotted_keys
 from .trainer.first_weights import first_weights, resolve
 from .trainer.groups import Groups
 from .trainer.in_process import InProcess
@@ -206,7 +206,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
     def _prepared(self, weights: Any) -> Any:
         if self.strategy_str == "state_dict" and hasattr(weights, "merge_and_unload"):
             return self._strategy.extract_weights(weights)
-        return dict(weights.items()) if isinstance(weights, TensorDictBase) and is_flat(weights) else weights
+        return dict(weights.items()) if isinstance(weights, TensorDictBase) and has_dotted_keys(weights) else weights
 
     def _needed_sender(self) -> Sender:
         self._check_open()

@@ -1,19 +1,21 @@
-"""The schemes for several machines. Importing them needs none of the packages that they stand on.
+"""Schemes for workers beyond this machine, over Ray, torch RPC and torch.distributed. No network of our own.
 
-A scheme for another network derives from the classes in remote_scheme.py, remote_carrier.py, remote_transport.py and
-remote_requests.py.
+base.py is what they share; nodes.py is fan_out="node". A module here imports its engine when it is first used.
+May be imported by schemes/__init__ alone.
 """
 
-# "X as X" says that X is meant for others: schemes/__init__ shows it
-from .distributed.distributed_scheme import DistributedTransport as DistributedTransport
-from .distributed.distributed_scheme import DistributedWeightSyncScheme as DistributedWeightSyncScheme
-from .ray.ray_scheme import RayActorTransport as RayActorTransport
-from .ray.ray_scheme import RayModuleTransformReceiver as RayModuleTransformReceiver
-from .ray.ray_scheme import RayModuleTransformScheme as RayModuleTransformScheme
-from .ray.ray_scheme import RayModuleTransformSender as RayModuleTransformSender
-from .ray.ray_scheme import RayTransport as RayTransport
-from .ray.ray_scheme import RayWeightSyncScheme as RayWeightSyncScheme
-from .ray.ray_updater import RayWeightUpdater as RayWeightUpdater
-from .ray.ray_updater import WeightUpdaterBase as WeightUpdaterBase
-from .rpc.rpc_scheme import RPCTransport as RPCTransport
-from .rpc.rpc_scheme import RPCWeightSyncScheme as RPCWeightSyncScheme
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+if _TYPE_CHECKING:
+    from .distributed import DistributedTransport as DistributedTransport
+    from .distributed import DistributedWeightSyncScheme as DistributedWeightSyncScheme
+    from .ray import RayActorTransport as RayActorTransport
+    from .ray import RayModuleTransformReceiver as RayModuleTransformReceiver
+    from .ray import RayModuleTransformScheme as RayModuleTransformScheme
+    from .ray import RayModuleTransformSender as RayModuleTransformSender
+    from .ray import RayTransport as RayTransport
+    from .ray import RayWeightSyncScheme as RayWeightSyncScheme
+    from .rpc import RPCTransport as RPCTransport
+    from .rpc import RPCWeightSyncScheme as RPCWeightSyncScheme
+    from .updater import RayWeightUpdater as RayWeightUpdater
+    from .updater import WeightUpdaterBase as WeightUpdaterBase

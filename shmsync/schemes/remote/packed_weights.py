@@ -1,22 +1,20 @@
-"""Weights on their way to another machine: one flat buffer, laid out as a slot of an arena is, and what it means.
+"""Weights on their way to another machine: one flat buffer, laid out as a slot of an arena is, and a label.
 
 They unpickle as the TensorDict or the dict that was sent, whose tensors are views of the received buffer. Under Ray
-that buffer is the object store itself, which all actors of a node see and can write into. So views go only to readers
-that never write (see allow_views()); others get a copy.
+that buffer is the object store itself, which all actors of a node map. So views go only to readers that copy them and
+never write (allow_views()); others get a private copy.
 """
 
 from __future__ import annotations
 
 import ctypes
-import reprlib
 import secrets
-import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy
 import torch
@@ -25,37 +23,22 @@ from tensordict import TensorDict, TensorDictBase
 from ... import _native
 from ...engine.source.manifest_check import direct
 from ...engine.source.sources import check_keys
-from ...errors import ProtocolError
 from ...memory.arena import nested, view
 from ...memory.devices import laid_out
 from ...memory.manifest import Key, Manifest
-from ...memory.segment import Handle
 from ...memory.torch_modes import run_plainly
-from ..strategy import leaves_of, refuse_odd
+from ..strategy import STATE_KEY, Leaves, leaves_of, refuse_odd
 
 Kind = Literal["tensordict", "flat", "nested"]
 
 
-class Stamp(NamedTuple):
-    """Which weights these are."""
+class Label(NamedTuple):
+    """Which weights a buffer has, and where in it."""
 
     session: str  # of the sender; another trainer begins its versions again
     model_id: str
     version: int
-
-
-class Announcement(NamedTuple):
-    """Weights that lie in an arena on this node. WeightReceiver.apply_weights() takes it like any weights."""
-
-    stamp: Stamp
-    handle: Handle
-
-
-class Label(NamedTuple):
-    """What a buffer means."""
-
-    stamp: Stamp
-    kind: Kind
+    kind: Kind  # what it unpickles as
     manifest: bytes  # JSON
     extra: dict[Key, Any]  # what modules keep beside their tensors
 
@@ -63,15 +46,15 @@ class Label(NamedTuple):
 class WeightsDict(dict[str, Any]):
     """A state_dict or nested dict that came from a sender."""
 
-    stamp: Stamp
+    label: Label
 
 
 @dataclass(eq=False, repr=False)
 class PackedWeights:
-    """Weights packed for transport. Unpickles as the weights themselves."""
+    """Weights packed for transport. Unpickles as the weights themselves, with their label as `.label`."""
 
     label: Label
-    buffer: torch.Tensor
+    buffer: Any  # uint8: a tensor, or an array, which Ray writes into its store without pickling it
 
     def __reduce__(self) -> tuple[Any, ...]:
         return unpack, (self.label, self.buffer)
@@ -86,7 +69,7 @@ class Packer:
     def __init__(self) -> None:
         self.session = secrets.token_hex(8)
         self._free: deque[torch.Tensor] = deque(maxlen=2)
-        self._manifest: tuple[Any, Manifest, bytes] | None = None  # of the last weights, by what they are made of
+        self._layout: tuple[Any, Manifest, bytes] | None = None  # of the last weights, by what they are made of
 
     @run_plainly
     def pack(self, weights: Any, model_id: str, version: int) -> PackedWeights:
@@ -94,29 +77,21 @@ class Packer:
         tensors, extra = leaves_of(weights)
         refuse_odd(tensors)
         check_keys(tensors)
-        manifest, text = self._layout(tensors)
+        made_of = [(key, t.dtype, t.shape, t.stride(), t.data_ptr()) for key, t in tensors.items()]
+        if self._layout is None or self._layout[0] != made_of:
+            manifest = Manifest.of(tensors)
+            self._layout = made_of, manifest, manifest.to_json()
+        _, manifest, text = self._layout
         buffer = self._free.pop() if self._free else None
         if buffer is None or buffer.nbytes != manifest.used_bytes:
             buffer = torch.empty(manifest.used_bytes, dtype=torch.uint8, device="cpu")
         _copy(tensors, manifest, buffer)
-        label = Label(Stamp(self.session, model_id, version), _kind(weights), text, extra)
-        packed_weights = PackedWeights(label, buffer)
-        weakref.finalize(packed_weights, self._free.append, buffer).atexit = False
-        return packed_weights
-
-    def forget(self) -> None:
-        """Use no buffer again: it is not known any more who reads them."""
-        self._free = deque(maxlen=2)
-
-    def _layout(self, tensors: Mapping[Key, torch.Tensor]) -> tuple[Manifest, bytes]:
-        made_of = [(key, t.dtype, t.shape, t.stride(), t.data_ptr()) for key, t in tensors.items()]
-        if self._manifest is None or self._manifest[0] != made_of:
-            manifest = Manifest.of(tensors)
-            self._manifest = made_of, manifest, manifest.to_json()
-        return self._manifest[1:]
+        packed = PackedWeights(Label(self.session, model_id, version, _kind(weights), text, extra), buffer)
+        weakref.finalize(packed, self._free.append, buffer).atexit = False
+        return packed
 
 
-def _copy(tensors: Mapping[Key, torch.Tensor], manifest: Manifest, buffer: torch.Tensor) -> None:
+def _copy(tensors: Leaves, manifest: Manifest, buffer: torch.Tensor) -> None:
     rows = []
     for leaf in {leaf.offset: leaf for leaf in manifest.leaves if leaf.nbytes}.values():
         source = tensors[leaf.key]
@@ -130,36 +105,24 @@ def _copy(tensors: Mapping[Key, torch.Tensor], manifest: Manifest, buffer: torch
 def _kind(weights: Any) -> Kind:
     if isinstance(weights, TensorDictBase):
         return "tensordict"
-    values = (value for key, value in weights.items() if not key.endswith("_extra_state"))  # that may be a dict too
+    values = (value for key, value in weights.items() if not key.endswith(STATE_KEY))  # that may be a dict too
     return "nested" if any(isinstance(value, Mapping) for value in values) else "flat"
 
 
-# What reads the weights of a model (None: of all) in this process, and never writes into them.
-_readers: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
-_readers_lock = threading.Lock()
+_readers: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # which copy the weights of this model
 
 
-def allow_views(reader: Any, model_id: str | None = None) -> None:
-    """From now on, and as long as this reader lives, this model's weights unpickle as views of the buffer.
-
-    `reader` copies them and never writes into them; model_id=None: it does so with those of all models.
-    """
-    with _readers_lock:
-        _readers[reader] = model_id
-
-
-def views_will_do(label: Label) -> bool:
-    """May these weights be views of memory that others read too? Only if they are read here and never written."""
-    with _readers_lock:
-        return any(model_id in (None, label.stamp.model_id) for model_id in _readers.values())
+def allow_views(reader: Any, model_id: str) -> None:
+    """As long as this reader lives, weights of this model unpickle as views here: `reader` only copies them."""
+    _readers[reader] = model_id
 
 
 @run_plainly
 def unpack(label: Label, buffer: torch.Tensor | numpy.ndarray) -> TensorDict | WeightsDict:
-    """The weights that were sent, as views of the buffer, with their stamp."""
-    manifest = _checked(label, buffer.nbytes)
-    copy = not views_will_do(label)
-    storage = _as_tensor(buffer, copy=copy).untyped_storage()
+    """The weights that were sent, as views of the buffer, with their label."""
+    manifest = _parsed(label.manifest)
+    private = label.model_id not in list(_readers.values())
+    storage = _as_tensor(buffer, copy=private).untyped_storage()
     views = {leaf.key: view(storage, leaf, leaf.offset) for leaf in manifest.leaves}
     weights: TensorDict | WeightsDict
     if label.kind == "tensordict":
@@ -167,34 +130,12 @@ def unpack(label: Label, buffer: torch.Tensor | numpy.ndarray) -> TensorDict | W
         for path, state in label.extra.items():
             weights.set((*path, "__extra_state__"), state)
     else:
-        weights = WeightsDict(
-            {".".join(key): tensor for key, tensor in views.items()}
-            if label.kind == "flat"
-            else nested(views).to_dict(retain_none=False)
-        )
-        weights.update({".".join((*path, "_extra_state")): state for path, state in label.extra.items()})
-    weights.stamp = label.stamp
+        flat = label.kind == "flat"
+        named = {".".join(key): tensor for key, tensor in views.items()} if flat else nested(views).to_dict()
+        weights = WeightsDict(named)
+        weights.update({".".join((*path, STATE_KEY)): state for path, state in label.extra.items()})
+    weights.label = label
     return weights
-
-
-def _checked(label: Label, size: int) -> Manifest:
-    """The manifest of weights that came, when every leaf of it is in the buffer that came with it.
-
-    torch makes a storage larger where a view of it would end beyond, so that a label could ask for any memory.
-    """
-    manifest = _parsed(label.manifest) if isinstance(label.manifest, bytes) else None
-    kinds = get_args(Kind)
-    wrong = ""
-    if manifest is None or label.kind not in kinds or not isinstance(label.extra, Mapping):
-        wrong = f"are of kind {reprlib.repr(label.kind)}, one of {', '.join(kinds)} is needed, or have no manifest"
-    else:
-        for leaf in manifest.leaves:
-            if leaf.nbytes and leaf.offset + leaf.nbytes > size:
-                wrong = f"have {leaf.name!r} up to byte {leaf.offset + leaf.nbytes:,} of a buffer of {size:,} bytes"
-                break
-    if wrong or manifest is None:
-        raise ProtocolError(f"weights that came {wrong}; they are left out, run the same shmsync on both sides")
-    return manifest
 
 
 @lru_cache(maxsize=16)
@@ -213,7 +154,7 @@ def _as_tensor(buffer: torch.Tensor | numpy.ndarray, *, copy: bool) -> torch.Ten
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def stamp_of(weights: Any) -> Stamp | None:
-    """Which weights these are, if a sender of ours sent them."""
-    stamp = getattr(weights, "stamp", None)
-    return stamp if isinstance(stamp, Stamp) else None
+def label_of(weights: Any) -> Label | None:
+    """The label of weights that a sender of ours sent."""
+    label = getattr(weights, "label", None)
+    return label if isinstance(label, Label) else None

@@ -2,13 +2,10 @@
 
 import pytest
 
-from shmsync.schemes import TransportBackend
 from support.conformance.contexts import Context
 from support.conformance.nets import Stamped, ask
 from support.conformance.rigs import KINDS
 
-# Workers of one node get their weights together, so there a sender chooses none of them.
-one_by_one = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "call-fan-out"], indirect=True)
 # Where weights come in a call, the receiver has no transport.
 SET_UP = [(kind, hook) for kind in KINDS for hook in ("_set_context", "_register_model")]
 SET_UP += [(kind, "_register_worker_transport") for kind in KINDS if not kind.startswith("call")]
@@ -30,23 +27,6 @@ def test_set_context_of_the_sender(make):
     assert calls == [("_set_context", (context, "policy"), {})]
     assert rig.deliver() == 1
     assert rig.stamps() == [3, 3]
-
-
-@one_by_one
-def test_iterate_transports_chooses_who_is_sent_to(make):
-    asked = []
-
-    def _iterate_transports(self, worker_ids=None):
-        for transport in super(type(self), self)._iterate_transports(worker_ids):
-            assert isinstance(transport, TransportBackend)
-            asked.append(transport)
-            if len(asked) % 2:
-                yield transport
-
-    rig = make(sender={"_iterate_transports": _iterate_transports})
-    rig.deliver(Stamped(5))
-    assert rig.stamps() == [5, 0]
-    assert len(asked) == 2
 
 
 def test_resolve_model_ref_says_where_the_weights_go(make):

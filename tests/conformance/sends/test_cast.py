@@ -67,15 +67,6 @@ class Table(Stamped):
         self.register_buffer("table", torch.full((2,), PRECISE))
 
 
-def test_buffers_keep_their_dtype_in_every_form_that_follows_a_module(make):
-    rig, net = make(lambda: Table(torch.bfloat16), dtype=torch.bfloat16), precise(Table())
-    for form in FORMS.values():  # a module is the first
-        rig.deliver(form(net))
-        for each in rig.nets:
-            check(each)
-            assert each.table.dtype == torch.float32 and (each.table == PRECISE).all()
-
-
 def test_without_a_cast_another_dtype_is_refused_by_name(make):
     rig = make(Brief)
     with pytest.raises(ManifestMismatch, match=r"layer\.weight is torch\.(float32|bfloat16)"):
@@ -97,14 +88,3 @@ def test_strategy_casts_what_it_extracts(form, extract_as):
         "layer.bias": torch.bfloat16,
         "count": torch.int64,
     }
-
-
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "module"])
-def test_strategy_casts_what_it_applies(form):
-    into = Brief()
-    WeightStrategy(dtype=torch.bfloat16).apply_weights(into, FORMS[form](trainer()))
-    check(into)
-    wide = Stamped(0)
-    with pytest.raises(ManifestMismatch, match=r"layer\.weight is torch\.float32 .* but torch\.bfloat16"):
-        WeightStrategy(dtype=torch.bfloat16).apply_weights(wide, FORMS[form](trainer()))
-    assert not wide.layer.weight.any()

@@ -62,8 +62,8 @@ def test_weights_that_are_gone_are_refused_by_name(rig):
     for value in (1, 2):
         deliver(rig, large(value))
     rig.sender.send_async(large(3))
-    (_, _, load) = rig.sender.carrier._in_use[0]
-    load._sealed.close()  # as the death of the sender does
+    (_, message) = rig.sender._in_use[0]
+    message.sealed.close()  # as the death of the sender does
     rig.receive()
     with pytest.raises(WriterDied, match="given these weights up"):
         rig.sender.wait_async(timeout=60)

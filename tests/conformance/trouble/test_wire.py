@@ -129,7 +129,7 @@ def test_shared_mem_registers_once_and_then_sends_small_tuples(fleet):
 
     sender.send_async(Stamped(6))
     assert worker.call(peers.raw_recv) == (("policy", 2), "update_weights")
-    assert worker.call(peers.raw_look) == (2, 6)
+    assert worker.call(peers.raw_look) == 6
     worker.call(peers.raw_send, (None, "updated"))
     assert sender.wait_async() == 2
     worker.call(peers.raw_detach)

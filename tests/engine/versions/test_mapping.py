@@ -1,6 +1,5 @@
 """One mapping, one descriptor, one copy of the weights; close() removes all of them."""
 
-
 import pytest
 
 from support.holdings import (

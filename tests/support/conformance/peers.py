@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from tensordict import TensorDict
 
-import shmsync
-from shmsync.schemes.link.connection import Channel
+from shmsync.schemes.links import Pipe
 from support import holdings
 from support.conformance.contexts import Failing, Lookup, Stubborn
 from support.conformance.nets import Stamped, ask
@@ -157,21 +156,17 @@ def raw_send(state, message):
 
 
 def raw_attach(state):
-    """Follow a registration by hand: what it says beside the handle, and the first number that the handle leads to."""
-    (model_id, handle), word = state.pipe.recv()
-    state.sub = shmsync.Subscriber(handle)
-    with state.sub.read() as section:
-        return model_id, word, int(section.weights["count"][0])
+    """Follow a registration by hand: what it says, and the first number of the weights that came with it."""
+    (model_id, state.weights), word = state.pipe.recv()
+    return model_id, word, int(state.weights["count"][0])
 
 
 def raw_look(state):
-    with state.sub.read() as section:
-        return section.version, int(section.weights["count"][0])
+    return int(state.weights["count"][0])
 
 
 def raw_detach(state):
-    state.sub.close()
-    state.sub = None
+    state.weights = None
 
 
 # ---- memory
@@ -199,11 +194,11 @@ def slow_forward(state):
 def die_at_ack(state, share, note):
     """Receive; when the model has the weights, note them in a file, write this share of the ack, and die."""
 
-    def die(channel, payload, replaces=None):
+    def die(pipe, payload):
         Path(note).write_text(str(look(state)))
         frame = struct.pack("!i", len(payload)) + payload
-        os.write(channel.fd, frame[: int(share * len(frame))])
+        os.write(pipe.fd, frame[: int(share * len(frame))])
         os.kill(os.getpid(), signal.SIGKILL)
 
-    Channel.send = die
+    Pipe.send = die
     receive(state, timeout=600)

@@ -6,16 +6,12 @@ import contextlib
 import functools
 import multiprocessing
 import pickle
+import time
 from collections import deque
 
 from shmsync.engine.outcome import Failure
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncScheme
-from shmsync.schemes.remote.location import here
-from shmsync.schemes.remote.relay import close_here, publish_here
-from shmsync.schemes.remote.remote_carrier import Carrier
-from shmsync.schemes.remote.remote_requests import Answered, Call, Failed
-from shmsync.schemes.remote.remote_scheme import RemoteScheme, Roster
-from shmsync.schemes.remote.remote_transport import RemoteTransport
+from shmsync.schemes.remote.base import Failed, RemoteScheme, RemoteTransport, Request
 from support.conformance.nets import Stamped, ask
 
 
@@ -40,75 +36,61 @@ class BoxScheme(WeightSyncScheme):
 
 
 class Address:
-    """A worker that is called: its receiver. `node`: where it says that it runs."""
+    """A worker that is called: its receiver."""
 
-    def __init__(self, receiver, node=None):
+    def __init__(self, receiver):
         self.receiver = receiver
-        self.node = node
         self.silent = False  # it takes calls, and answers none
 
 
-class Calling(Call):
+class Calling(Request):
     """A call that is carried out at once, and answered as soon as the worker is not silent any more."""
 
-    def __init__(self, address, function, *args):
-        self._address = address
+    def __init__(self, address, weights):
+        self._address, self._failure = address, None
         try:
-            self._answer = function(*args)
+            address.receiver.apply_weights(weights)
         except Exception as error:
-            self._answer = Failure.of(error)
+            self._failure = Failure.of(error)
 
-    def finished(self):
+    def done(self):
         return not self._address.silent
 
     def result(self):
-        if isinstance(self._answer, Failure):
-            raise Failed(self._answer)
-        return self._answer
+        if self._failure is not None:
+            raise Failed(self._failure)
 
 
 class CallTransport(RemoteTransport):
     def __init__(self, address, timeout):
-        super().__init__(CallCarrier(), timeout)
+        super().__init__(timeout)
         self.address = address
 
-    @property
-    def connected(self):
-        return self.address is not None
+    connected = property(lambda self: self.address is not None)
 
-    def start_call(self, payload):
-        weights = pickle.loads(payload) if isinstance(payload, bytes) else payload
-        return Calling(self.address, self.address.receiver.apply_weights, weights)
+    def wrap(self, packed):
+        return pickle.dumps(packed)
 
+    def start(self, content):
+        return Calling(self.address, pickle.loads(content))
 
-class CallCarrier(Carrier):
-    def payload(self, packed_weights, deadline):
-        return pickle.dumps(packed_weights)
+    @staticmethod
+    def wait(requests, seconds, *, first):
+        if not all(request.done() for request in requests):
+            time.sleep(min(seconds, 0.001))
 
-    def locate(self, worker):
-        return Answered(here(worker.address.node))
-
-    def relay_call(self, relay, payload, options):
-        return Calling(relay.host.address, publish_here, options, pickle.loads(payload))
-
-    def close_relay(self, relay, session, *, until):
-        close_here(session, ended=until is not None)
+    def check_connection(self):
+        return True
 
 
 class CallScheme(RemoteScheme):
     """A scheme for several machines, whose workers are called in this process."""
 
-    sender_takes = RemoteScheme.sender_takes | {"addresses"}
-
     def create_transport(self, pipe_or_context):
         return CallTransport(pipe_or_context, self.timeout)
 
-    def create_carrier(self):
-        return CallCarrier()
-
-    def roster(self, arguments):
-        arguments.needed("addresses")
-        return Roster(arguments.reader("addresses"), "addresses", live=True)
+    def workers(self, arguments):
+        return arguments.needed("actors")
 
 
 def derived(scheme, which, hooks):
@@ -216,9 +198,9 @@ class CallRig(Rig):
 
     def addresses(self):
         self.pipes = [Address(worker.get_receiver()) for worker in self.workers]
-        return {"addresses": self.pipes}
+        return {"actors": self.pipes}
 
-    def receive(self):
+    def receive(self, workers=None):
         """Weights are applied as they come."""
 
 
@@ -227,9 +209,8 @@ KINDS = {
     "mp": (PipeRig, MultiProcessWeightSyncScheme),
     "shm": (PipeRig, SharedMemWeightSyncScheme),
     "call": (CallRig, CallScheme),
-    "call-fan-out": (CallRig, CallScheme),
 }
-OPTIONS = {"shm": {"groups": [[0], [1]]}, "call-fan-out": {"fan_out": "node"}}
+OPTIONS = {"shm": {"groups": [[0], [1]]}}
 
 
 @contextlib.contextmanager

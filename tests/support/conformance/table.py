@@ -40,7 +40,7 @@ class Ends(NamedTuple):
     @property
     def contradiction(self) -> str:
         """What the error says when the sender gets num_workers=2 too."""
-        return f"num_workers is 2 but there are 1 {self.name}"
+        return "num_workers is 2 but there are 1"
 
 
 def a_pipe() -> Ends:

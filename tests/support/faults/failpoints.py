@@ -16,16 +16,13 @@ import secrets
 import select
 import signal
 import tempfile
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
 from shmsync import _native
 from shmsync.memory import header, leftovers, segment, slab
-from shmsync.schemes.remote import relay as _relay
-from shmsync.schemes.remote.packed_weights import Stamp
 from support import processes
-from support.weights import stamp, stamped
+from support.weights import stamp
 from support.worker import Gone
 
 ACTIONS = ("kill", "stop", "pause")
@@ -41,8 +38,6 @@ AROUND = [
     (slab, "attach", None, "slab.attached"),
     (header, "unlink", "sweep.locked", "sweep.unlinked"),
     (segment, "withdraw", "withdraw.before", "withdraw.after"),
-    (_relay.Relay, "publish_as", None, "relay.answers"),
-    (_relay, "write", "relay.planned", "relay.written"),
 ]
 NATIVE = Path(__file__).parents[3] / "native"
 
@@ -99,18 +94,6 @@ def half_written(state, version):
 
 def sweep(state, name):
     return leftovers.sweep(name)
-
-
-def relay(state, slots, version):
-    """Relay these weights; what its workers are told."""
-    if not hasattr(state, "relay"):
-        state.relay = _relay.Relay(_relay.RelayOptions(slots, 10.0))
-    stamp = Stamp("session", "policy", version)
-    return state.relay.publish_as(stamp, stamped(version), time.monotonic() + 10)
-
-
-def end_relay(state):
-    state.relay.close()
 
 
 class NotPassed(AssertionError):

@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import socket
 
 import torch
 
 import shmsync
-from shmsync import _native
 from shmsync.memory import inspection as observed
 from shmsync.memory import segment
 from shmsync.memory.process import Peers
@@ -102,37 +100,4 @@ WIDE = ("magic", "segment_bytes", "owner", "pid_namespace", "slot_bytes", "slab_
         "manifest_bytes", "fingerprint")  # fmt: skip
 
 
-class PipeFrames(Target):
-    """Bytes of a pipe, in pieces, whole frames of nearly right messages among them."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self._open()
-
-    def _open(self) -> None:
-        self._ends = socket.socketpair()
-        self._frames = _native.Frames(self._ends[1].fileno())
-
-    def attempt(self) -> None:
-        random = self.draw.random
-        body = random.randbytes(random.choice((0, 1, 5, 300)))
-        frame = len(body).to_bytes(4, "big") + body
-        data = self.draw.of_bytes(frame * random.choice((1, 2, 3)))[:3000]
-        found: list[bytes] = []
-        while data:
-            size = random.choice((1, 3, 4, 50, 3000))
-            self._ends[0].send(data[:size])
-            data = data[size:]
-            while self._frames.read_into(found):
-                pass
-        assert sum(map(len, found)) < 4000
-        if self._frames.garbage is not None or self._frames.incoming is not None or not self._frames.idle:
-            self.close()
-            self._open()
-
-    def close(self) -> None:
-        for end in self._ends:
-            end.close()
-
-
-TARGETS = {"segment": SegmentHeader, "frames": PipeFrames}
+TARGETS = {"segment": SegmentHeader}

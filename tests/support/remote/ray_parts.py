@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 from pathlib import Path
 
-import psutil
 import ray
 import torch
-from ray._private import state
-from ray.cluster_utils import Cluster
 from torch import nn
 
 from support.holdings import mapping_at
@@ -57,35 +53,6 @@ def one_node():
         yield
     finally:
         ray.shutdown()
-        shutil.rmtree(session, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def two_nodes():
-    """The same as two nodes, "near" with this process on it, and "far". Gives their ids by these names."""
-    with cluster({"near": 100}) as made:
-        add_node(made, {"far": 100})
-        ray.init(made.address, **OPTIONS)
-        yield {name: node["NodeID"] for node in ray.nodes() for name in ("near", "far") if name in node["Resources"]}
-
-
-def add_node(made, resources):
-    return made.add_node(num_cpus=1, object_store_memory=256 << 20, resources=resources)
-
-
-@contextlib.contextmanager
-def cluster(resources):
-    """Nodes on this machine, of which there is only the head yet, with these resources. ray.init() is the caller's."""
-    instead_of_the_last(ray.shutdown)
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    head = {"num_cpus": 1, "object_store_memory": 256 << 20, "resources": resources, "_system_config": SYSTEM}
-    made = Cluster(initialize_head=True, head_node_args=head)
-    session = made.head_node.get_session_dir_path()
-    try:
-        yield made
-    finally:
-        ray.shutdown()
-        made.shutdown()
         shutil.rmtree(session, ignore_errors=True)
 
 
@@ -135,8 +102,8 @@ class Worker(Process):
 
     def update_policy_weights_(self, policy_or_weights):
         self.calls += 1
-        stamp = getattr(policy_or_weights, "stamp", None)
-        self.receivers[stamp.model_id if stamp else "policy"].apply_weights(policy_or_weights)
+        label = getattr(policy_or_weights, "label", None)
+        self.receivers[label.model_id if label else "policy"].apply_weights(policy_or_weights)
 
     def look(self, model_id="policy"):
         """(value, version) of what it uses now."""
@@ -199,28 +166,3 @@ def end(actors):
     """For actors of one test."""
     for actor in actors:
         ray.kill(actor)
-
-
-# ---- what Ray says
-
-
-def actors_of_class(name):
-    """The pids of those that are alive, by actor id."""
-    table = state.state.actor_table(None)
-    return {each: row["Pid"] for each, row in table.items() if (row["ActorClassName"], row["State"]) == (name, "ALIVE")}
-
-
-def head_pid():
-    """Of the process that knows of all nodes and actors."""
-    return _the_pid("gcs_server", lambda words: any(_session() in word for word in words))
-
-
-def _the_pid(name, wanted):
-    """Of the one process of this name whose command line is wanted; those of other clusters may end meanwhile."""
-    found = []
-    for each in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie too
-            if each.name() == name and wanted(each.cmdline()):
-                found.append(each.pid)
-    (pid,) = found
-    return pid

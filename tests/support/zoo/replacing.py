@@ -7,8 +7,8 @@ import math
 import torch
 from torch import nn
 
-from shmsync.engine.publish_all import publish_all
-from shmsync.schemes.arenas.publishers import ArenaOptions, Publishers
+from shmsync.schemes.arenas import ALL, ArenaOptions, Arenas
+from shmsync.schemes.devices import WorkerDevices
 
 
 class Policy(nn.Module):
@@ -121,9 +121,9 @@ class Held:
     def __init__(self, publisher, module, how, slots=1):
         self.module, self.how = module, how
         if how == "scheme":
-            self.publishers = Publishers(ArenaOptions(slots, timeout=5.0))
-            self.publishers.plan("policy", module, [0], 1, 1).accept()
-            self.pub = self.publishers.publisher("policy", 0)
+            self.publishers = Arenas(ArenaOptions(slots, 5.0, None, False, None), WorkerDevices(None))
+            self._send()
+            self.pub = self.publishers.made["policy"][ALL]
             return
         self.publishers = None
         self.pub = publisher(module, slots=slots)
@@ -137,11 +137,12 @@ class Held:
             with self.pub.update():
                 torch.optim.SGD(self.module.parameters(), lr=1.0).step()
         elif self.publishers is not None:
-            plan = self.publishers.plan("policy", self.module, [0], self.pub.version + 1, 1)
-            publish_all(plan.publications, None, math.inf)
-            plan.accept()
+            self._send()
         else:
             self.pub.publish(self.module if "itself" in self.how else None)
+
+    def _send(self):
+        self.publishers.publish("policy", self.module, [ALL], self.publishers.version("policy") + 1, 1, math.inf)
 
     def close(self):
         if self.publishers is not None:

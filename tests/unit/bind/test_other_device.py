@@ -10,10 +10,10 @@ import torch
 
 from shmsync import Publisher, Subscriber
 from shmsync.schemes import SharedMemWeightSyncScheme
-from shmsync.schemes.arenas import subscriptions
+from shmsync.schemes.devices import lies_elsewhere
 from support.calls import meanwhile
 from support.conformance.nets import Stamped, ask
-from support.conformance.rigs import CallRig, CallScheme, PipeRig
+from support.conformance.rigs import PipeRig
 from support.devices.simulated import Simulated, installed
 from support.jobs.engine import bind_copies
 
@@ -24,7 +24,6 @@ SHM = PipeRig, SharedMemWeightSyncScheme
 CASES = {  # the scheme, where its arena lies, where the modules lie
     "copies in the host's memory": (*SHM, {"device": "simulated:0"}, "cpu"),
     "copies on a device": (*SHM, {}, "simulated:0"),
-    "copies on a device, fan-out": (CallRig, CallScheme, {"fan_out": "node"}, "simulated:0"),
     "views on a device": (*SHM, {"device": "simulated:0"}, "simulated:0"),
 }
 
@@ -70,10 +69,10 @@ class OnGPU(torch.Tensor):
 
 def test_decision_looks_at_every_tensor():
     net, cpu = Stamped(1), torch.device("cpu")
-    assert not subscriptions.is_elsewhere(net, cpu)
-    assert not subscriptions.is_elsewhere(Stamped(1).to("meta"), cpu)
+    assert not lies_elsewhere(net, cpu)
+    assert not lies_elsewhere(Stamped(1).to("meta"), cpu)
     net.register_buffer("far", torch.zeros(1).as_subclass(OnGPU))
-    assert subscriptions.is_elsewhere(net, cpu)
+    assert lies_elsewhere(net, cpu)
 
 
 @pytest.mark.parametrize(("consistency", "slots"), SLOTS)

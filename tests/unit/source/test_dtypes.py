@@ -11,7 +11,6 @@ from torch import nn
 
 import shmsync
 from shmsync import ManifestMismatch
-from shmsync.schemes.cast_before_send import cast_weights
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -118,12 +117,6 @@ def test_one_dtype_casts_parameters_and_buffers_keep_theirs(publisher, subscribe
 def test_an_instance_of_buffer_is_known_by_its_type(publisher):
     pub = publisher({"w": torch.zeros(2), "table": nn.Buffer(torch.zeros(2))}, dtype=BF16)
     assert dtypes_of(pub) == {"w": BF16, "table": F32}
-
-
-@pytest.mark.parametrize("form", [dict, lambda leaves: TensorDict(leaves)], ids=["dict", "tensordict"])
-def test_weights_that_a_scheme_casts_keep_their_instances_of_buffer(form):
-    cast = cast_weights(form({"w": torch.zeros(2), "table": nn.Buffer(torch.zeros(2))}), BF16, partial=False)
-    assert (cast["w"].dtype, cast["table"].dtype) == (BF16, F32)
 
 
 WRONG = [

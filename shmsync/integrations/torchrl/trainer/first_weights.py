@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torchrl.weight_update.utils import _resolve_model
 
 from ....errors import ManifestMismatch
-from ....schemes.arenas.worker_devices import device_of_arena
+from ....schemes.devices import device_of_arena
 from ....schemes.strategy import WeightStrategy
 from .own_weights import tensors_of
 

@@ -10,16 +10,14 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ....engine.publish_all import Publication, publish_all
 from ....engine.publisher import Publisher, writer_of
-from ....engine.source.dtypes import Dtypes
+from ....engine.source.dtypes import Dtypes, dtypes_of
 from ....engine.source.sources import EVERYTHING, collect
 from ....errors import ManifestMismatch
 from ....memory.arena import nested
 from ....memory.leftovers import new_name
 from ....memory.segment import RowId
-from ....schemes import extra_state
-from ....schemes.cast_before_send import dtypes_of
+from .. import extra_state
 from .own_weights import UNCHANGED
 
 
@@ -184,7 +182,7 @@ class Groups:
                         source = group.taken(tensors, states)
                     plan.append((group, source, chosen))
             members = self._after(fresh)
-            versions = publish_all([Publication(group.writer, source) for group, source, _ in plan], None, deadline)
+            versions = _publish([(group, source) for group, source, _ in plan], deadline)
             self._members = members
         except BaseException as error:
             self.sweep()
@@ -230,6 +228,19 @@ class Groups:
         publisher = Publisher(weights, name=name, device=device, dtype=dtype, **self._options)
         self._groups.append(Group(publisher, members))
         return self._groups[-1]
+
+
+def _publish(sources: Sequence[tuple[Group, Any]], deadline: float) -> list[int]:
+    """Publish each source in its arena; all are checked before the first is written. The versions, visible now."""
+    if len(sources) > 1:
+        for group, source in sources:
+            group.writer.check_weights(source)
+    versions = [group.writer.publish(source, deadline) for group, source in sources]
+    for group, _ in sources:
+        if group.writer.device is not None:  # the workers are told of these versions
+            with group.writer.lock:
+                group.writer.ready(deadline)
+    return versions
 
 
 def _close(groups: list[Group]) -> None:

@@ -8,8 +8,8 @@ from torch import nn
 
 from ....engine.source.dtypes import Dtypes
 from ....errors import ManifestMismatch
-from ....schemes import extra_state
 from ....schemes.strategy import WeightStrategy
+from .. import extra_state
 from .first_weights import resolve
 from .own_weights import UNCHANGED, OwnWeights, Wanted
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ....engine.source.dtypes import Dtypes, check_dtypes
 from ....errors import ProtocolError
-from ....schemes.arenas.worker_devices import DeviceChoice, WorkerDevices
+from ....schemes.devices import DeviceChoice, WorkerDevices
 
 NOT_DISTRIBUTED = (
     "ShmWeightSyncScheme shares memory with the processes that Collector, MultiSyncCollector and MultiAsyncCollector "

@@ -19,7 +19,7 @@ from torch import nn
 from ....engine.source.manifest_check import same_bytes
 from ....memory.manifest import tie
 from ....memory.torch_modes import run_plainly
-from ....schemes import extra_state
+from .. import extra_state
 
 UNCHANGED: Any = object()  # in the place of weights: a version with those that the workers have
 

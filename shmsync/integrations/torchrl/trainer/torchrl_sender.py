@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 from ....engine.deadlines import check_worker, deadline_after
 from ....engine.outcome import Outcome, Wording, listed
 from ....errors import WorkerDied
-from ....schemes.link.send_lock import SendLock, hold_all
+from ....schemes.sender import hold
 from .first_weights import First
 from .groups import Assignment, Groups
 from .own_weights import OwnWeights, Wanted
@@ -50,7 +51,7 @@ class Sender:
         self.connections = WorkerConnections(groups.workers, context)
         self._version = 1  # of the first weights; arenas that some workers have for themselves count their own
         self._lost: set[int] = set()  # dead workers that a WorkerDied has named
-        self._lock = SendLock()
+        self._lock = threading.Lock()
 
     def wanted(self, weights: Any, worker_ids: Any, model: Any) -> list[Wanted]:
         """Each of the weights to send, with the workers that get it, and the trainer's own weights for those.
@@ -85,7 +86,7 @@ class Sender:
         if not any(each.workers for each in wanted):
             return self._version  # there is no worker to send to
         deadline = deadline_after(timeout, self._timeout)
-        with hold_all([self._lock], deadline, "send"):
+        with hold(self._lock, "send", deadline):
             earlier = dict(self.connections.look(deadline))  # also lets new workers in
             if earlier:
                 outcome = Outcome(WORDING)

@@ -19,7 +19,7 @@ from typing import Any
 from ....engine.outcome import Failure
 from ....memory.process import Peer, poll
 from ....memory.segment import Handle
-from ....schemes.pickling import small
+from ....schemes.messages import dumps
 from ..worker.worker_connection import WAKE, check_uid, receive
 
 Report = tuple[int, Failure]  # (worker, what it failed with)
@@ -59,7 +59,7 @@ class WorkerConnections:
 
     def move(self, worker: int, handle: Handle) -> None:
         """Let a worker move to another arena: the handle goes with the next wake() that reaches it."""
-        self._moves[worker] = small(tuple(handle))
+        self._moves[worker] = dumps(tuple(handle))
 
     def wake(self, workers: Iterable[int]) -> None:
         """Wake those of these workers that are connected. One with a full buffer wakes for its unread messages."""

@@ -17,9 +17,9 @@ from ....engine.read.reading import Follower, ReadPath, open_reader
 from ....errors import ArenaNotFound, WriterDied
 from ....memory.segment import Handle
 from ....memory.torch_modes import run_plainly
-from ....schemes import extra_state
-from ....schemes.arenas.subscriptions import is_elsewhere
+from ....schemes.devices import lies_elsewhere
 from ....schemes.strategy import WeightStrategy
+from .. import extra_state
 from .clock import VersionClock
 from .listener import ConnectionListener
 from .safe_point import LoadPoint, ModelLock, SafePoint, StatePoint, release_bound
@@ -217,7 +217,7 @@ class Receiver:
     @run_plainly
     def _bound(self, subscriber: ReadPath, module: nn.Module) -> Binding:
         beside = [extra_state.KEY] if extra_state.KEY in subscriber.arena.manifest.by_key else []
-        copies = is_elsewhere(module, subscriber.arena.device)
+        copies = lies_elsewhere(module, subscriber.arena.device)
         check = ModuleCheck(subscriber.arena, subscriber.name, copies=copies, absent=beside)
         bound = bindable(module)
         tensors = check.tensors(bound)

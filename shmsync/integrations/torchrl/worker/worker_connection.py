@@ -21,7 +21,7 @@ from contextlib import suppress
 from ....engine.outcome import Failure
 from ....memory.process import me
 from ....memory.segment import Handle
-from ....schemes.pickling import small
+from ....schemes.messages import dumps
 
 WAKE = b"!"
 LARGEST = 1 << 16  # bytes of a message
@@ -57,7 +57,7 @@ class WorkerConnection:
         try:
             connection.connect(self._address)
             check_uid(connection)  # messages are unpickled, and any user may take the name of a trainer that is gone
-            connection.send(small((self._worker, me().owner)))
+            connection.send(dumps((self._worker, me().owner)))
         except OSError as error:
             connection.close()
             raise ConnectionError(
@@ -94,9 +94,9 @@ class WorkerConnection:
     def report(self, error: BaseException) -> None:
         """Send an exception that was just caught to the trainer."""
         failure = Failure.of(error)
-        message = small(tuple(failure))
+        message = dumps(tuple(failure))
         if len(message) > LARGEST:
-            message = small((None, None, failure.summary[:1000], failure.trace[-LARGEST // 4 :]))
+            message = dumps((None, None, failure.summary[:1000], failure.trace[-LARGEST // 4 :]))
         with suppress(OSError):  # the trainer is gone, or has not looked for so long that its buffer is full
             self._socket.send(message, socket.MSG_NOSIGNAL)
 

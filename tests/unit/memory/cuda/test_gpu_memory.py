@@ -76,7 +76,7 @@ def test_too_much_memory_is_refused_before_anything_is_allocated():
 
 
 def test_more_pinned_memory_than_the_host_has_is_refused(monkeypatch):
-    monkeypatch.setattr("shmsync.memory.slab_bytes", lambda: 999)
+    monkeypatch.setattr("shmsync.memory.slab.available_bytes", lambda: 999)
     device = gpu()
     with pytest.raises(NoSpace, match=r"copies from the host to cuda:0 need 1,000 bytes but 999 are"):
         device.staging(1000)

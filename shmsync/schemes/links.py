@@ -1,0 +1,459 @@
+"""One exchange over pipes: messages are posted without waiting, and one wait gathers the answers.
+
+Pipe: one end of a duplex multiprocessing.Pipe, read and written without ever blocking. Link: the trainer's end of the
+pipe to one worker, with that worker's process. gather(): the only wait for answers. Inbox: the worker's end.
+
+Connection.send() blocks while the other side does not read, and Connection.recv() while half a message is there; with a
+peer that was stopped or killed that may never end. The frames here are those of Connection, and no byte beyond a
+message is read: so the other side may be a plain Connection, and so may this side between two messages.
+
+INV: an answer is for exactly one message. It names it by its tag; an untagged one is for the oldest of its kind. An
+answer to a message that no send waits for is dropped, so it never counts for a later one.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import select
+import socket
+import stat
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from os import fstat
+from typing import Any
+
+from ..engine.deadlines import SLICE
+from ..engine.outcome import Failure, Outcome, Wording
+from ..errors import WriterDied
+from ..memory.process import Peer, dead_parent, poll, refusals
+from . import messages
+from .messages import Message, Tag
+
+_log = logging.getLogger("shmsync")
+_AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+_LONG = 0x7FFFFFFF  # bytes; a longer message has a header of its own kind
+WORDING = Wording("a worker applies at its next receive()")
+
+
+def framed(payload: bytes) -> bytes:
+    """A message as Connection.send_bytes() writes it."""
+    size = len(payload)
+    return (struct.pack("!i", size) if size <= _LONG else struct.pack("!iQ", -1, size)) + payload
+
+
+class _Borrowed(socket.socket):
+    """The socket of a Connection, which closes it itself."""
+
+    def __del__(self) -> None:
+        self.detach()
+
+
+class _Frame:
+    """A message on its way out. `sent`: how many bytes each write took. `tag`: of weights that newer ones replace."""
+
+    def __init__(self, content: bytes, tag: Tag | None) -> None:
+        self.content, self.tag = memoryview(content), tag
+        self.sent: list[int] = []
+
+
+class Pipe:
+    """Whole messages in and out. Made once for a Connection, by of(); holds it weakly, and borrows its socket.
+
+    Bytes are counted by the same C call that moves them (extend over map). Python handles a signal between two calls,
+    so a Ctrl-C loses neither a byte nor the place in the stream.
+
+    Attributes:
+        pending: messages that are not about weights, oldest first.
+        ended: how the other side has ended, as far as it was noticed; "" if it has not.
+        end: the Link or the Inbox that reads it.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        fd = connection.fileno()
+        with refusals("looking at a worker's pipe"):
+            if not stat.S_ISSOCK(fstat(fd).st_mode):
+                raise ValueError("weights are sent and answered over one pipe: use multiprocessing.Pipe(duplex=True)")
+            borrowed = _Borrowed(fileno=fd)
+            self._send, self._recv_into = borrowed.send, borrowed.recv_into
+        self.fd = fd
+        self._connection = weakref.ref(connection)
+        self._outgoing: deque[_Frame] = deque()
+        self._incoming: tuple[bytearray, list[int], bool] = bytearray(4), [], False  # what comes, counts, is it a body?
+        self.pending: deque[Any] = deque()
+        self.ended = ""
+        self.end: Any = None
+        self.lock = threading.RLock()  # several models, and so several threads, may share a pipe
+
+    @classmethod
+    def of(cls, connection: Connection) -> Pipe:
+        """The Pipe of a connection; the same one each time."""
+        if not isinstance(connection, Connection):
+            raise ValueError(
+                f"a worker is reached over one end of multiprocessing.Pipe(), not over a {type(connection).__name__}"
+            )
+        pipe: Pipe | None = connection.__dict__.get("_shmsync_pipe")
+        if pipe is None:
+            pipe = connection.__dict__["_shmsync_pipe"] = cls(connection)
+        return pipe
+
+    @property
+    def closed(self) -> bool:
+        """Is this end closed?"""
+        connection = self._connection()
+        return connection is None or connection.closed
+
+    def check_open(self) -> None:
+        """Raise OSError if this end is closed."""
+        if self.closed:
+            raise OSError("this end of the pipe is closed")
+
+    @property
+    def unsent(self) -> bool:
+        """Is there something that flush() has to write?"""
+        return bool(self._outgoing)
+
+    def send(self, payload: bytes) -> None:
+        """Write a message as far as the pipe takes it; flush() writes the rest."""
+        self.send_frame(framed(payload))
+
+    def send_frame(self, frame: bytes, tag: Tag | None = None) -> list[Tag]:
+        """As send(). With a tag it takes the place of weights of its model that have not begun to leave: their tags."""
+        with self.lock:
+            self.check_open()
+            replaced = []
+            for each in list(self._outgoing) if tag is not None else ():
+                if not each.sent and each.tag is not None and tag is not None and each.tag.model_id == tag.model_id:
+                    self._outgoing.remove(each)
+                    replaced.append(each.tag)
+            self._outgoing.append(_Frame(frame, tag))
+            self._write()
+            return replaced
+
+    def flush(self) -> None:
+        """Write what the pipe takes now. Nothing is left for an other side that is gone: the next read says so."""
+        if self._outgoing:
+            with self.lock:
+                self.check_open()
+                self._write()
+
+    def _write(self) -> None:
+        while self._outgoing:
+            frame = self._outgoing[0]
+            done = sum(frame.sent)
+            if done == len(frame.content):
+                self._outgoing.popleft()
+                continue
+            try:
+                frame.sent.extend(map(self._send, (frame.content[done:] if done else frame.content,), (_AT_ONCE,)))
+            except BlockingIOError:
+                return
+            except OSError:
+                self._outgoing.clear()
+
+    def receive(self) -> tuple[Any] | None:
+        """The next message, in a tuple of one; None while no whole one is there. Raises EOFError at the end.
+
+        A message that cannot be unpickled here is kept in `pending`.
+        """
+        with self.lock:
+            self.check_open()
+            while True:
+                if self.ended:
+                    raise EOFError(self.ended)
+                buffer, counts, is_body = self._incoming
+                done = sum(counts)
+                if done < len(buffer):
+                    rest = memoryview(buffer)[done:] if done else buffer
+                    try:
+                        counts.extend(map(self._recv_into, (rest,), (0,), (_AT_ONCE,)))
+                    except BlockingIOError:
+                        return None
+                    except OSError:
+                        counts.append(0)
+                    if counts[-1] == 0:
+                        self.ended = "the other end of the pipe is closed"
+                elif is_body:
+                    self._incoming = bytearray(4), [], False
+                    try:
+                        return (pickle.loads(buffer),)
+                    except Exception as error:
+                        _log.warning("a message of %d bytes cannot be unpickled, and is kept: %s", len(buffer), error)
+                    self.pending.append(bytes(buffer))
+                else:
+                    size = struct.unpack_from("!i", buffer)[0]
+                    if size == -1 and len(buffer) == 4:
+                        self._incoming = buffer + bytes(8), counts, False
+                        continue
+                    size = struct.unpack_from("!Q", buffer, 4)[0] if size == -1 else size
+                    if not 0 <= size < 1 << 48:
+                        self.ended = "what came from its other end is no message, so nothing after it can be read"
+                    else:
+                        self._incoming = bytearray(size), [], True
+
+    def wait(self, deadline: float) -> None:
+        """Until there is something to read, or for 50 ms, or until the deadline."""
+        self.check_open()
+        poller = select.poll()
+        poller.register(self.fd, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
+        poll(poller, milliseconds(deadline))
+        self.flush()
+
+    def take_pending(self) -> list[Any]:
+        """The messages that are not about weights, oldest first; each is given once."""
+        found = list(self.pending)
+        self.pending.clear()
+        return found
+
+
+def milliseconds(deadline: float) -> float:
+    """From now to a monotonic time, for poll(); at most 50, so that the caller can look round."""
+    return max(0.0, min(deadline - time.monotonic(), SLICE)) * 1e3
+
+
+Result = Failure | str | None  # what went wrong; None: applied. A string: it answered something else
+
+
+class Link:
+    """A worker as senders know it: a pipe, a process, and the messages that it has not answered.
+
+    Made once for a pipe, by of(): the senders of several models share it.
+
+    Attributes:
+        unanswered: the tags of messages in the order in which they were sent; False: no send waits any more.
+        highest: by model: the newest version that any sender sent over this pipe.
+        registered: by model: the arena that the worker was told of last.
+        reported: WorkerDied has named it, so that sends leave it out.
+        owner: the owner word of its process, once an answer has named it.
+    """
+
+    def __init__(self, pipe: Pipe) -> None:
+        self.pipe = pipe
+        self.unanswered: dict[Tag, bool] = {}
+        self._results: dict[Tag, Result] = {}
+        self.highest: dict[str, int] = {}
+        self.registered: dict[str, Any] = {}
+        self.reported = False
+        self.owner = 0
+        self._peer: Peer | None = None
+        self._process: Any = None
+
+    @classmethod
+    def of(cls, connection: Any, process: Any = None) -> Link:
+        """The link over this end of a pipe.
+
+        `process`: the worker's Process, or a function that gives it (or None) once it is there. It may be a new one at
+        an old pipe.
+        """
+        pipe = Pipe.of(connection)
+        if pipe.end is None:
+            pipe.end = cls(pipe)
+        if not isinstance(pipe.end, cls):
+            raise ValueError("this end of the pipe is a worker's; a sender needs the other end")
+        link: Link = pipe.end
+        link.reported = False
+        if process is not None:
+            link._peer, link._process, link.registered, link.owner = None, process, {}, 0
+        return link
+
+    @property
+    def peer(self) -> Peer | None:
+        """The process at the other end, once it is known."""
+        if self._peer is None and self._process is not None:
+            process = self._process() if callable(self._process) else self._process
+            if process is not None and process.pid is not None:
+                self._peer = Peer(process=process)
+        return self._peer
+
+    @property
+    def dead(self) -> bool:
+        """Is its process gone, or an end of the pipe closed? What it sent before can still be read."""
+        return bool(self.pipe.ended) or self.pipe.closed or (self.peer is not None and self.peer.dead)
+
+    def __str__(self) -> str:
+        if self.peer is not None:
+            return str(self.peer)
+        return "this end of its pipe is closed" if self.pipe.closed else self.pipe.ended
+
+    def post(self, frame: bytes, tag: Tag, *, replaceable: bool = True) -> None:
+        """Send a message that will be answered with this tag. `replaceable`: newer weights may take its place."""
+        with self.pipe.lock:
+            if self.unanswered or self.pipe.unsent:
+                self.pump()  # what has come before cannot be an answer to it
+            self.highest[tag.model_id] = max(tag.version, self.highest.get(tag.model_id, 0))
+            self.unanswered[tag] = True
+            if not self.pipe.closed:  # else the wait finds it dead
+                for replaced in self.pipe.send_frame(frame, tag if replaceable and tag.version else None):
+                    self.unanswered.pop(replaced, None)
+
+    def has(self, tag: Tag) -> bool:
+        """Is the answer there?"""
+        return tag in self._results
+
+    def take(self, tag: Tag) -> tuple[Result] | None:
+        """The answer, in a tuple of one, once; None: it is not there yet."""
+        return (self._results.pop(tag),) if tag in self._results else None
+
+    def forget(self, tag: Tag) -> None:
+        """Wait no more for this answer; it is dropped when it comes."""
+        with self.pipe.lock:
+            self._results.pop(tag, None)
+            if tag in self.unanswered:
+                self.unanswered[tag] = False
+
+    def pump(self, until: Tag | None = None) -> None:
+        """Take in what the worker has sent, and write what its pipe takes now. `until`: no more after this answer."""
+        pipe = self.pipe
+        with pipe.lock:
+            if pipe.closed:
+                return
+            pipe.flush()
+            try:
+                while (until is None or until not in self._results) and (found := pipe.receive()) is not None:
+                    self._sort(found[0])
+            except EOFError:
+                pass
+
+    def _sort(self, message: Any) -> None:
+        answer = messages.read_answer(message)
+        if answer is None:
+            self.pipe.pending.append(message)
+            return
+        tag, word, result, owner = answer
+        if owner and owner != self.owner:
+            self.owner = owner
+            if (peer := self.peer) is None:
+                self._peer = Peer(owner=owner)
+            else:
+                peer.introduce(owner)
+        if word not in (messages.UPDATED, messages.REGISTERED, messages.FAILED):  # send_ack() of another word
+            self.pipe.pending.append((None, word))
+            result = unexpected(word)
+        tag = tag or self._oldest(word)
+        if tag is None or (tag not in self.unanswered and tag.version > self.highest.get(tag.model_id, 0)):
+            self.pipe.pending.append(message)  # it answers nothing that was sent
+        elif self.unanswered.pop(tag, False):
+            self._results[tag] = result
+
+    def _oldest(self, word: str) -> Tag | None:
+        registration = {messages.REGISTERED: True, messages.UPDATED: False}.get(word)
+        for tag in self.unanswered:
+            if registration is None or registration == (tag.version == 0):
+                return tag
+        return None
+
+
+def unexpected(word: str) -> str:
+    """What is wrong with an answer that is none of ours."""
+    return f"it answered {word!r}"
+
+
+def gather(links: Mapping[int, Link], tags: Mapping[int, Tag], deadline: float) -> Outcome:
+    """Wait until every worker has answered its message, is dead, or the monotonic time `deadline` is there.
+
+    What is not answered by then is forgotten. Sleeps over all pipes and all processes at once, for 50 ms at most: then
+    it looks at all workers, since another thread may have read an answer, or a process may only now be known.
+    """
+    outcome = Outcome(WORDING)
+    waiting = dict(links)
+    poller = select.poll()
+    owner: dict[int, tuple[int, bool]] = {}  # of each descriptor: the worker, and is it the process?
+
+    def watch(index: int, link: Link) -> None:
+        pipe, peer = link.pipe, link.peer
+        if not pipe.ended and not pipe.closed:
+            owner[pipe.fd] = index, False
+            poller.register(pipe.fd, select.POLLIN | (select.POLLOUT if pipe.unsent else 0))
+        if peer is not None and peer.fd is not None and peer.fd not in owner:
+            owner[peer.fd] = index, True
+            poller.register(peer.fd, select.POLLIN)
+
+    for index, link in links.items():
+        watch(index, link)
+    # Another thread may have read the answer already, and no event comes from a pipe that has ended.
+    ready = [(i, True) for i, link in links.items() if link.has(tags[i]) or link.pipe.ended or link.pipe.closed]
+    try:
+        while waiting:
+            for index, may_be_dead in ready:
+                if index not in waiting:
+                    continue  # both its pipe and its process had an event
+                link = waiting[index]
+                gone = may_be_dead and link.dead  # before the last look: what it sent, it sent before it died
+                link.pump(tags[index])
+                if (answer := link.take(tags[index])) is not None:
+                    if answer[0] is None:
+                        outcome.done.append(index)
+                    else:
+                        outcome.failed[index] = answer[0]
+                elif gone or link.pipe.ended or link.pipe.closed:
+                    outcome.dead[index] = str(link)
+                else:
+                    watch(index, link)
+                    continue
+                del waiting[index]
+            if not waiting or time.monotonic() >= deadline:
+                break
+            found = poll(poller, milliseconds(deadline))
+            for fd in [fd for fd, _ in found if owner[fd][0] not in waiting]:
+                poller.unregister(fd)
+            ready = [owner[fd] for fd, _ in found] or [(index, True) for index in waiting]
+    finally:
+        for index in waiting:
+            links[index].forget(tags[index])
+    outcome.add_late({index: link.peer for index, link in waiting.items()})
+    return outcome
+
+
+class Inbox:
+    """The worker's end of a pipe: the messages for each of its models. Shared by the receivers of all models."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self.pipe = pipe
+        self.receivers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self.lock = threading.RLock()
+        self._messages: deque[Message] = deque()
+
+    @classmethod
+    def of(cls, connection: Any) -> Inbox:
+        """That of the pipe's end; the same object each time."""
+        pipe = Pipe.of(connection)
+        if pipe.end is None:
+            pipe.end = cls(pipe)
+        if not isinstance(pipe.end, cls):
+            raise ValueError("this end of the pipe is a sender's; a receiver needs the other end")
+        return pipe.end
+
+    def next(self, wanted: Callable[[Message], bool], deadline: float) -> Message | None:
+        """The oldest message that is wanted; None when the monotonic time `deadline` comes first; 0 only looks.
+
+        Raises WriterDied when the sender is gone and nothing wanted is left.
+        """
+        readable = deadline == 0.0
+        while True:
+            with self.lock:
+                for position, message in enumerate(self._messages):
+                    if wanted(message):
+                        del self._messages[position]
+                        return message
+                try:
+                    if readable and (found := self.pipe.receive()) is not None:
+                        if (read := messages.read_message(found[0])) is None:
+                            self.pipe.pending.append(found[0])
+                        else:
+                            self._messages.append(read)
+                        continue
+                except EOFError as error:
+                    raise WriterDied(f"{error}: the sender is gone, so no weights will come; leave the loop") from None
+            if readable and time.monotonic() >= deadline:
+                break
+            self.pipe.wait(deadline)
+            readable = True
+        # With fork the siblings hold the sender's end too, so that its death does not end the pipe.
+        if deadline and (sender := dead_parent()) is not None:
+            raise WriterDied(f"the sender (pid {sender}) died, so no weights will come; leave the loop")
+        return None

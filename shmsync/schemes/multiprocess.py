@@ -1,0 +1,305 @@
+"""Weights through the pipe: a private copy for every worker. The simplest scheme, and the slowest.
+
+A send pickles the weights once for all workers, and posts the message to each (links.py). Large weights lie beside the
+message in a sealed memfd, which the worker opens and the message unpickles from, so that no pipe ever fills. That needs
+a worker that can open what this process has: its answers say so, and until the first one weights go by value.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from typing_extensions import override
+
+from ..engine.deadlines import timeout_or_default
+from ..engine.source.dtypes import Dtypes
+from ..engine.source.leaf_check import problem_with
+from ..errors import ProtocolError, ShmSyncError
+from ..memory.devices import laid_out
+from ..memory.manifest import Strides, contiguous, layout_of
+from ..memory.process import me
+from ..memory.slab import MemfdAt, Sealed, pieces_at, reachable
+from ..memory.torch_modes import run_plainly
+from . import messages
+from .api import WeightSyncScheme
+from .context import Arguments
+from .devices import DeviceChoice, WorkerDevices, check_lies_on, devices_for
+from .links import Link, framed
+from .messages import Message, Tag, Tagged
+from .receiver import PipeReceiver
+from .sender import PipeSender, Posted
+from .strategy import Form, leaves_of, refuse_odd
+from .transports import PipeTransport
+
+LARGE = 1 << 20  # bytes from which on weights travel beside the message; see docs/performance.md
+_APART = 4096  # bytes of a tensor from which on it lies beside the others in the memfd
+
+
+class MultiProcessWeightSyncScheme(WeightSyncScheme):
+    """Weights are copied through a pipe to each worker, which applies them at its receive().
+
+    Args:
+        strategy: the form in which weights travel, "state_dict" or "tensordict".
+        timeout: default of a send, in seconds; math.inf waits without limit, None is 10.
+        partial: see WeightSyncScheme.
+        dtype: see WeightSyncScheme.
+        device: where the workers' modules lie: one device for all, or a list or tuple with one for each worker, None
+            for the host's memory. What travels is fetched from the trainer's device once, and each worker copies it to
+            its own. A worker whose module lies on another kind of device is refused. None: wherever they lie.
+    """
+
+    def __init__(
+        self,
+        strategy: Form = "state_dict",
+        *,
+        timeout: float | None = None,
+        partial: bool = False,
+        dtype: Dtypes = None,
+        device: DeviceChoice = None,
+    ) -> None:
+        super().__init__(strategy, partial=partial, dtype=dtype)
+        self.timeout = timeout_or_default(timeout)
+        self.device = device
+        self.worker_devices = WorkerDevices(device)
+
+    @override
+    def create_transport(self, pipe_or_context: Any) -> MPTransport:
+        return MPTransport(getattr(pipe_or_context, "pipe", pipe_or_context), self.timeout)
+
+    @override
+    def create_sender(self) -> MultiProcessSender:
+        return MultiProcessSender(self)
+
+    @override
+    def create_receiver(self) -> MultiProcessReceiver:
+        return MultiProcessReceiver(self)
+
+
+class MultiProcessSender(PipeSender):
+    """Sends weights through the pipes."""
+
+    _scheme: MultiProcessWeightSyncScheme
+
+    @override
+    def _start_here(self) -> None:
+        super()._start_here()
+        self._newest: WeightsMessage | None = None  # what resend() brings
+        self._in_use: list[tuple[Link, WeightsMessage]] = []  # unanswered, in memory of this process
+
+    @override
+    def set_up(self, arguments: Arguments) -> None:
+        """Refuse devices that are not the scheme's, or are those of another number of workers."""
+        pipes = arguments.needed("pipes")
+        given, own = devices_for(arguments.given("device")), self._scheme.worker_devices
+        own.check_same(given)
+        for devices in (given, own):
+            devices.check_workers(len(pipes))
+        super().set_up(arguments)
+
+    @override
+    def _register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
+        self._scheme.worker_devices.of(worker_idx)  # or raise
+        super()._register_worker(worker_idx, pipe_or_context, process)
+
+    @override
+    def _write(self, source: Any, links: Mapping[int, Link], deadline: float) -> None:
+        leaves, _ = leaves_of(source)
+        refuse_odd(leaves)
+        self._in_use = [each for each in self._in_use if each[1].tag in each[0].unanswered and not each[0].reported]
+        size = sum(leaf.nbytes for leaf in leaves.values())
+        tag = Tag(self._model_id, self._next_version(links, self._version))
+        self._newest = WeightsMessage(tag, source, apart=size >= LARGE and any(map(_reaches, links.values())))
+        self._version = tag.version
+
+    @override
+    def _announce(self, links: Mapping[int, Link], *, again: bool = False) -> Posted:
+        if again and self._scheme.partial:  # everything, not the newest part
+            whole = self._scheme.prepare_weights(None, self._model_id, self._strategy, self._context)
+            if whole is None:
+                raise ProtocolError(
+                    f"with partial=True only parts of {self._model_id!r} may have been sent, and a resend brings "
+                    "everything: give init_on_sender() model= or a context that has it, or send() all weights"
+                )
+            self._newest = WeightsMessage(Tag(self._model_id, self._version), whole)
+        message = self._newest
+        assert message is not None, "something was sent"
+        for link in links.values():
+            # Newer weights take the place of a message that has not left, but a part does not replace another one.
+            replaceable = not self._scheme.partial
+            # Never two messages that lead to memory of this process, so a late worker holds up one.
+            if (
+                message.sealed is not None
+                and _reaches(link)
+                and not any(tag[0] == self._model_id for tag in link.unanswered)
+            ):
+                self._in_use.append((link, message))
+                link.post(message.reference(), message.tag, replaceable=replaceable)
+            else:
+                link.post(message.by_value(), message.tag, replaceable=replaceable)
+        return Posted(self._version, links, dict.fromkeys(links, message.tag))
+
+
+def _reaches(link: Link) -> bool:
+    """Can the worker open memory of this process? It can where this one can open the worker's: no other container."""
+    return link.owner != 0 and _reachable(link.owner)
+
+
+_reachable = functools.lru_cache(maxsize=1024)(reachable)
+
+
+class WeightsMessage:
+    """A message with weights, framed; read from its source when it is made.
+
+    Args:
+        tag: which version it is.
+        weights: a TensorDict or a dict.
+        apart: are they to travel beside the message, if there is memory for that?
+    """
+
+    def __init__(self, tag: Tag, weights: Any, *, apart: bool = False) -> None:
+        self.tag = tag
+        self.sealed: Sealed | None = None
+        self._frame: bytes | None = None
+        if apart:
+            pieces: list[memoryview] = []
+            self._head = _pickled(weights, pieces)
+            try:
+                self.sealed = Sealed(pieces)
+            except ShmSyncError:
+                pass  # no descriptor or memory for it: as bytes it needs less at once
+        if self.sealed is None:
+            self._frame = self._framed(weights)
+
+    def reference(self) -> bytes:
+        """The message that says where the weights are."""
+        assert self.sealed is not None
+        return self._framed(_Where(self._head, self.sealed))
+
+    def by_value(self) -> bytes:
+        """The message that holds them."""
+        if self._frame is None:
+            assert self.sealed is not None
+            self._frame = self._framed(opened(self._head, self.sealed.place, self.sealed.spans))
+        return self._frame
+
+    def _framed(self, weights: Any) -> bytes:
+        return framed(_pickled(Tagged(((self.tag.model_id, weights), messages.UPDATE), self.tag, me().owner)))
+
+
+class _Where:
+    """Pickles as a call that gives the weights."""
+
+    def __init__(self, head: bytes, sealed: Sealed) -> None:
+        self._content = head, sealed.place, sealed.spans
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return opened, self._content
+
+
+class Unreadable:
+    """In the place of weights that could not be read."""
+
+    def __init__(self, error: ShmSyncError) -> None:
+        self.error = error
+
+
+def opened(head: bytes, place: MemfdAt, spans: list[tuple[int, int]]) -> Any:
+    """Weights that lie in a sealed memfd of another process; Unreadable if they cannot be had."""
+    try:
+        return pickle.loads(head, buffers=pieces_at(place, spans))
+    except ShmSyncError as error:
+        return Unreadable(error)
+
+
+@run_plainly
+def _pickled(message: object, pieces: list[memoryview] | None = None) -> bytes:
+    """Pickle a message with the values of its tensors, which stay where they are: multiprocessing would move them.
+
+    `pieces`: gets views of the memory of tensors of 4 KB or more, which then lie beside the pickle.
+    """
+
+    def inside(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes >= _APART:
+            assert pieces is not None
+            pieces.append(raw)
+        return raw.nbytes < _APART
+
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5, buffer_callback=None if pieces is None else inside).dump(message)
+    return buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if (
+            type(obj) in (torch.Tensor, nn.Parameter)
+            and problem_with(obj) is None
+            and not (obj.is_conj() or obj.is_neg())
+        ):
+            strides = layout_of(obj)
+            obj = laid_out(obj.detach().cpu(), strides)
+            data = obj.as_strided((obj.numel(),), (1,)).view(torch.uint8).numpy() if obj.numel() else b""
+            permuted = () if strides == contiguous(obj.shape) else (strides,)
+            return _tensor, (pickle.PickleBuffer(data), obj.dtype, tuple(obj.shape), *permuted)
+        return NotImplemented
+
+
+@run_plainly
+def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...], strides: Strides | None = None) -> torch.Tensor:
+    if not len(data):
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(data, dtype=dtype).as_strided(shape, contiguous(shape) if strides is None else strides)
+
+
+class MPTransport(PipeTransport):
+    """Weights through one pipe, in either direction; see PipeTransport.
+
+    Args:
+        pipe_connection: one end of a duplex multiprocessing.Pipe; None makes a transport without a worker.
+        timeout: seconds to wait for an answer; math.inf waits without limit, None is 10.
+    """
+
+    def __init__(self, pipe_connection: Any, timeout: float | None = 10.0) -> None:
+        super().__init__(MultiProcessWeightSyncScheme(timeout=timeout), pipe_connection)
+
+    @override
+    def _content(self, message: Message) -> Any:
+        if isinstance(message.content, Unreadable):
+            raise message.content.error
+        if message.kind == messages.REGISTER:
+            raise ValueError(f"{message.model_id!r} is registered in shared memory; use one scheme on both sides")
+        return message.content
+
+
+class MultiProcessReceiver(PipeReceiver):
+    """Copies weights that came through the pipe into the model."""
+
+    _scheme: MultiProcessWeightSyncScheme
+
+    @override
+    def _register_model(self, model_ref: Any) -> None:
+        """Refuse a model that lies on another kind of device than the scheme says: numbers differ by process."""
+        super()._register_model(model_ref)
+        devices = self._scheme.worker_devices
+        if isinstance(model_ref, nn.Module) and (self._worker_idx is not None or devices.workers is None):
+            check_lies_on(model_ref, devices.of(self._worker_idx or 0))
+
+    @override
+    def _use(self, message: Message) -> None:
+        if isinstance(message.content, Unreadable):
+            raise message.content.error
+        if message.kind == messages.REGISTER:
+            raise ValueError(f"{self._model_id!r} is registered in shared memory; use one scheme on both sides")
+        if not isinstance(message.content, (TensorDictBase, Mapping)):
+            raise ValueError(f"weights are a TensorDict or a dict, not a {type(message.content).__name__}")
+        self._strategy.apply_weights(self._resolve_model_ref(), message.content)
+        if message.tag is not None:
+            self._version = message.tag.version

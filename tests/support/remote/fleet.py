@@ -1,0 +1,269 @@
+"""A trainer and workers that speak torch.distributed or torch.distributed.rpc, and what they do in these tests.
+
+Every one is a process of its own: an RPC agent has one life in a process, and a process group is for its whole process.
+The test itself only says who does what. Worker 0 is rank 1.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import rpc
+
+from shmsync import DistributedTransport, DistributedWeightSyncScheme, ManifestMismatch, RPCWeightSyncScheme
+from support.holdings import mapping_at
+from support.weights import fill
+
+SCHEMES = {"rpc": RPCWeightSyncScheme, "distributed": DistributedWeightSyncScheme}
+FOR_EVER = 3600.0  # a call that waited so long would run into the test's watchdog
+
+
+def linear(value=0.0, size=500):
+    return fill(nn.Linear(size, 4), value)
+
+
+class Fleet:
+    """`fleet.trainer` and `fleet.workers`, connected. `nodes`: SHMSYNC_NODE of the trainer and of each worker."""
+
+    def __init__(self, make, kind, count, nodes=()):
+        self.kind = kind
+        self.trainer, *self.workers = everybody = make(count + 1)
+        for process, node in zip(everybody, nodes, strict=False):
+            process.call(set_node, node)
+        port = self.trainer.call(free_port if kind == "rpc" else host_store)
+        for rank, process in enumerate(everybody):
+            process.start(join_rpc if kind == "rpc" else join_group, rank, len(everybody), port)
+        for process in everybody:
+            process.result()
+
+    def open(self, workers=None, *, loop=True, **options):
+        """Make the scheme, its sender and its receivers. `loop`: ranks receive on a thread of their own."""
+        count = len(self.workers) if workers is None else workers
+        if self.kind == "distributed":
+            for worker in self.workers:
+                worker.call(make_rank, loop, options)
+        self.trainer.call(make_sender, self.kind, count, {"timeout": FOR_EVER, **options})
+        return self
+
+    def send(self, value, **kwargs):
+        return self.trainer.call(send, value, **kwargs)
+
+    def look(self, *who):
+        """(value, version) of these workers, by default of all."""
+        return [self.workers[index].call(look) for index in who or range(len(self.workers))]
+
+
+# ---- in every process
+
+
+def set_node(state, node):
+    os.environ["SHMSYNC_NODE"] = node
+
+
+def free_port(state):
+    """A port that no process gets by asking for any."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:
+            continue
+
+
+def host_store(state):
+    state.hosted = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return state.hosted.port
+
+
+def join_group(state, rank, size, port):
+    state.store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=dist.PrefixStore("group", state.store), rank=rank, world_size=size)
+
+
+def join_rpc(state, rank, size, port):
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"tcp://127.0.0.1:{port}", _transports=["uv"], _channels=["basic"]
+    )
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+
+
+def store(state, call, *args):
+    return getattr(state.store, call)(*args)
+
+
+# ---- a worker
+
+mine = None  # the Member of this process
+
+
+class Member:
+    """What a worker has. For RPC it is the collector class."""
+
+    def __init__(self, scheme, **arguments):
+        global mine
+        mine = self
+        self.model = linear()
+        scheme.init_on_worker("policy", model=self.model, **arguments)
+        self.receiver = scheme.get_receiver()
+        self.applied = []  # versions
+
+    @staticmethod
+    def update_policy_weights_(rref, weights):
+        self = rref.local_value()
+        self.receiver.apply_weights(weights)
+        self.applied.append(self.receiver.version)
+
+    def loop(self):
+        while True:
+            if self.receiver.receive(0.1):
+                self.applied.append(self.receiver.version)
+
+
+def make_collector(scheme):
+    return rpc.RRef(Member(scheme))
+
+
+def make_rank(state, loop, options):
+    member = Member(DistributedWeightSyncScheme(timeout=FOR_EVER, **options), store=state.store, rank=dist.get_rank())
+    if loop:
+        threading.Thread(target=member.loop, daemon=True).start()
+
+
+def receive(state, timeout=FOR_EVER):
+    return mine.receiver.receive(timeout)
+
+
+def look(state):
+    """(value, version) by a forward; two values for weights that are torn."""
+    with torch.no_grad():
+        outputs = mine.model(torch.ones(500)) / 501
+    low, high = outputs.min().item(), outputs.max().item()
+    return round(low, 3) if low == high else (low, high), mine.receiver.version
+
+
+def applied(state):
+    return mine.applied
+
+
+def memory(state):
+    """(permissions, inode) of the memory in which the model's weights lie."""
+    return mapping_at(mine.model.weight.data_ptr())[:2]
+
+
+# ---- the trainer
+
+
+def make_sender(state, kind, count, options):
+    state.model = linear()
+    state.scheme = SCHEMES[kind](**options)
+    if kind == "rpc":
+        ranks = range(1, count + 1)
+        infos, rrefs = [rpc.get_worker_info(f"w{rank}") for rank in ranks], [collector(state, rank) for rank in ranks]
+        arguments = {"collector_infos": infos, "collector_rrefs": rrefs, "collector_class": Member}
+    else:
+        arguments = {"store": state.store, "num_workers": count}
+    state.scheme.init_on_sender("policy", model=state.model, **arguments)
+    state.sender = state.scheme.get_sender()
+
+
+def collector(state, rank):
+    return rpc.rpc_sync(f"w{rank}", make_collector, args=(state.scheme,))
+
+
+def replace(state, index, rank):
+    """Let this rank be the worker of this index."""
+    if isinstance(state.scheme, RPCWeightSyncScheme):
+        worker = (rpc.get_worker_info(f"w{rank}"), collector(state, rank), Member)
+    else:
+        worker = (state.store, rank)
+    state.sender.register_worker(index, worker)
+
+
+def send(state, value, *, workers=None, timeout=None):
+    fill(state.model, value)
+    return state.sender.send(worker_ids=workers, timeout=timeout)
+
+
+def send_async(state, value):
+    fill(state.model, value)
+    return state.sender.send_async()
+
+
+def wait_async(state):
+    return state.sender.wait_async()
+
+
+def send_what_does_not_fit(state):
+    return state.sender.send({"weight": torch.zeros(4, 500), "bias": torch.zeros(3)})
+
+
+# ---- transports alone
+
+
+def open_transport(state, rank, **options):
+    state.transport = DistributedTransport(state.store, rank, **options)
+
+
+def use(state, call, *args, **kwargs):
+    return getattr(state.transport, call)(*args, **kwargs)
+
+
+def send_sample(state, value, call="send_weights"):
+    weights = linear(value).state_dict()
+    getattr(state.transport, call)(*(("env.value_net",) if call != "send_initial_weights" else ()), weights)
+
+
+def documented_loop(state, count, blocking, word="updated"):
+    """What a collector's worker does: it waits for the instruction in the store, then receives and answers."""
+    found, (into, out) = [], ("NODE_1_in", "NODE_1_out")
+    while len(found) < count:
+        if not (blocking or state.store.check([into])):
+            continue
+        instruction = state.store.get(into)
+        state.store.delete_key(into)
+        assert instruction == b"update_weights"
+        model_id, weights = state.transport.receive_weights()
+        found.append((model_id, sorted(weights), {float(t.min()) for t in weights.values()}))
+        if blocking:
+            state.transport.send_ack(word)
+        else:
+            state.store.set(out, word)
+    return found
+
+
+def receive_into(state, how):
+    """(is what was returned what was given, what is in it)."""
+    target = linear() if how == "model" else {name: t.clone() for name, t in linear().state_dict().items()}
+    returned = state.transport.receive_weights(FOR_EVER, **{how: target})
+    state.transport.send_ack()
+    tensors = target.state_dict() if how == "model" else target
+    return returned is target, {float(each.min()) for each in tensors.values()}
+
+
+def receive_what_does_not_fit(state):
+    """The error's name."""
+    try:
+        state.transport.receive_weights(FOR_EVER, model=nn.Linear(3, 3))
+    except ManifestMismatch as error:
+        return type(error).__name__
+
+
+def receive_initial(state):
+    return {float(each.min()) for each in state.transport.receive_initial_weights().values()}
+
+
+def own_send(state, tag):
+    dist.send(torch.full((4,), float(tag)), 1, tag=tag)
+
+
+def own_receive(state, tag):
+    found = torch.zeros(4)
+    dist.recv(found, 0, tag=tag)
+    return found[0].item()
