@@ -6,9 +6,14 @@ from torch import nn
 from shmsync.schemes import (
     MPTransport,
     MultiProcessWeightSyncScheme,
+    RPCTransport,
+    RPCWeightSyncScheme,
     SharedMemWeightSyncScheme,
+    WeightSender,
     WeightStrategy,
+    WeightSyncScheme,
 )
+from support.calls import Call
 from support.conformance.nets import Stamped, ask
 from support.conformance.rigs import KINDS, BoxRig, BoxScheme, PipeRig, rigs
 
@@ -74,3 +79,31 @@ def test_registering_an_index_again_replaces_the_worker(kind):
 def test_pipe_is_what_a_transport_is_made_of():
     with pytest.raises(TypeError):
         MPTransport(weight_queue=None, ack_queue=None)
+
+
+def test_newer_spelling(pipe):
+    ours, theirs = (WeightSyncScheme.from_backend("process") for _ in range(2))
+    net = Stamped(0)
+    ours.init_on_sender("policy", pipes=[pipe[0]], model=Stamped(1))
+    theirs.init_on_receiver("policy", pipe=pipe[1], model=net)
+    for value, send in enumerate((ours.connect, lambda: ours.send(Stamped(2))), 1):
+        sending = Call(send)
+        while not theirs.receive(0.01):
+            pass
+        sending.result()
+        assert ask(net) == value
+
+
+def test_names_that_are_not_there(scheme):
+    assert [name for name in ("context", "model", "weights") if hasattr(scheme, name)] == []
+    assert not hasattr(WeightSender, "_iterate_transports")
+
+
+def test_a_word_that_no_worker_answers_is_refused():
+    with pytest.raises(RuntimeError, match="never 'loaded'"):
+        RPCTransport().check_ack("loaded")
+
+
+def test_rpc_has_no_nodes():
+    with pytest.raises(ValueError, match="Ray and torch.distributed"):
+        RPCWeightSyncScheme(fan_out="node")
