@@ -75,7 +75,8 @@ def main() -> None:
     arguments = parser.parse_args()
     results = json.loads(arguments.results.read_text())
     for engine, rows in results["engines"].items():
-        cases = [(row, way) for row in rows for way in (OURS, BY_NODE)]
+        ways = [way for way in (BY_NODE, OURS) if all(way in row["contestants"] for row in rows)]  # RPC has one
+        cases = [(row, way) for row in rows for way in ways]
         inputs = numpy.array([features(engine, row, way, results["processors"]) for row, way in cases])
         seconds = numpy.array([row["contestants"][way]["p50_ms"] / 1e3 for row, way in cases])
         known = numpy.array([row["workers"] in FITTED_TO for row, _ in cases])
@@ -90,7 +91,7 @@ def main() -> None:
                 middle = numpy.median(off[which])
                 print(f"  {name}: {which.sum()}, predicted / measured p50 {middle:.2f}, worst off by {worst:.2f} x")
         size, bandwidth = arguments.megabytes * 1e6, arguments.gigabits / 8 * 1e9
-        for by_node in (True, False):
+        for by_node in [way == BY_NODE for way in ways]:
             cells = []
             for nodes in (10, 100, 1000):
                 parts = work(engine, by_node, nodes, arguments.workers, arguments.processors, home=False)

@@ -1,6 +1,6 @@
 """Workers of torch.distributed.rpc play CartPole-v1 for a learner, and get its weights through RPCWeightSyncScheme.
 
-    python rpc_cartpole.py --workers 2 --iterations 15     # also: --fan-out node
+    python rpc_cartpole.py --workers 2 --iterations 15
 
 It prints for each iteration the version of the weights that each worker played with and how long the episodes were:
 about 20 steps at first, over 100 after some 10 iterations. A worker that is killed is named, and the rest go on.
@@ -8,9 +8,6 @@ about 20 steps at first, over 100 after some 10 iterations. A worker that is kil
 On several machines let torchrun start the processes: rank 0 learns, and the others are workers.
 
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint host:29500 rpc_cartpole.py --workers 3
-
-By default each worker gets a copy of the weights. With --fan-out node one copy goes to each machine: one of the workers
-there publishes it into shared memory, which all workers of the machine use.
 """
 
 import argparse
@@ -94,7 +91,7 @@ def learn(policy, optimizer, observation, action, value):
 def lead(args):
     """Run the learner. Returns whether all workers lived to the end."""
     torch.manual_seed(0)
-    policy, scheme = make_policy(), shmsync.RPCWeightSyncScheme(fan_out=args.fan_out)
+    policy, scheme = make_policy(), shmsync.RPCWeightSyncScheme()
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
     infos = [rpc.get_worker_info(f"rank{rank}") for rank in range(1, args.workers + 1)]
     players = [rpc.remote(info, Player, args=(scheme, info.id)) for info in infos]
@@ -160,5 +157,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--iterations", type=int, default=15)
-    parser.add_argument("--fan-out", choices=["node"], help="one copy of the weights for each machine")
     main(parser.parse_args())

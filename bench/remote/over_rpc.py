@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import rpc
 
 import shmsync
-from remote.cell import BY_NODE, OURS, TORCHRL, Contestant, build
+from remote.cell import OURS, TORCHRL, Contestant, build
 from remote.processes import PATIENCE, Crew, join_group
 
 with warnings.catch_warnings(record=True):
@@ -95,18 +95,16 @@ class Cell:
         self._crew.store.set("rpc", str(_free_port()))
         join(0, workers, self._crew.store)
         self._infos = [rpc.get_worker_info(f"worker{rank}") for rank in range(1, workers + 1)]
-        self._ours: list[Any] = []
+        self._ours: shmsync.RPCWeightSyncScheme | None = None
 
     def open(self, size: str, module: nn.Module) -> dict[str, Contestant]:
         self._end_ours()
         infos = self._infos
-        self._ours = [shmsync.RPCWeightSyncScheme(), shmsync.RPCWeightSyncScheme(fan_out="node")]
-        rrefs: dict[str, list[Any]] = {}
-        for name, scheme in zip((OURS, BY_NODE), self._ours, strict=True):
-            rrefs[name] = [rpc.remote(info, Ours, args=(size, scheme)) for info in infos]
-            scheme.init_on_sender(
-                "policy", collector_infos=infos, collector_rrefs=rrefs[name], collector_class=Ours, model=module
-            )
+        ours = self._ours = shmsync.RPCWeightSyncScheme()
+        rrefs: dict[str, list[Any]] = {OURS: [rpc.remote(info, Ours, args=(size, ours)) for info in infos]}
+        ours.init_on_sender(
+            "policy", collector_infos=infos, collector_rrefs=rrefs[OURS], collector_class=Ours, model=module
+        )
         theirs = TorchRLScheme()
         rrefs[TORCHRL] = [rpc.remote(info, Theirs, args=(size, TorchRLScheme(), info.id)) for info in infos]
         self._collectors = Collectors(infos, rrefs[TORCHRL])
@@ -121,8 +119,7 @@ class Cell:
             torch.futures.wait_all([rpc.rpc_async(info, load, args=(rref, state)) for info, rref in pairs])
 
         sends: dict[str, Callable[[], Any]] = {
-            OURS: self._ours[0].get_sender().send,
-            BY_NODE: self._ours[1].get_sender().send,
+            OURS: ours.get_sender().send,
             TORCHRL: lambda: theirs.send(weights),
             BARE: bare,
         }
@@ -133,8 +130,8 @@ class Cell:
         self._crew.kill()
 
     def _end_ours(self) -> None:
-        for scheme in self._ours:
-            scheme.shutdown()
+        if self._ours is not None:
+            self._ours.shutdown()
 
 
 def _free_port() -> int:

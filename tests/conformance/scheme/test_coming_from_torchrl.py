@@ -7,7 +7,6 @@ from shmsync.schemes import (
     MPTransport,
     MultiProcessWeightSyncScheme,
     RPCTransport,
-    RPCWeightSyncScheme,
     SharedMemWeightSyncScheme,
     WeightSender,
     WeightStrategy,
@@ -102,8 +101,3 @@ def test_names_that_are_not_there(scheme):
 def test_a_word_that_no_worker_answers_is_refused():
     with pytest.raises(RuntimeError, match="never 'loaded'"):
         RPCTransport().check_ack("loaded")
-
-
-def test_rpc_has_no_nodes():
-    with pytest.raises(ValueError, match="Ray and torch.distributed"):
-        RPCWeightSyncScheme(fan_out="node")
