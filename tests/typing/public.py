@@ -89,7 +89,6 @@ def sender(policy: nn.Module, pipes: list[Any]) -> None:
         assert_type(several, shmsync.MultiProcessWeightSyncScheme)
         assert_type(several.make_strategy(), shmsync.WeightStrategy)
     shmsync.WeightStrategy("state_dict", True)  # type: ignore[call-arg]
-    shmsync.RPCWeightSyncScheme(dtype="bfloat16")  # type: ignore[arg-type]
     shmsync.MultiProcessWeightSyncScheme("pickle")  # type: ignore[arg-type]
     shmsync.WeightSyncScheme()  # type: ignore[abstract]
     transport: shmsync.TransportBackend = shmsync.MPTransport(pipes[0])
@@ -122,8 +121,6 @@ def several_machines(policy: nn.Module, actors: list[Any]) -> None:
     scheme = shmsync.RayWeightSyncScheme("tensordict", fan_out="node")
     scheme.init_on_sender("policy", remote_collectors=actors, model=policy)
     assert_type(scheme.get_sender().send(timeout=5.0), int)
-    shmsync.RPCWeightSyncScheme(fan_out="rack")  # type: ignore[arg-type]
-    shmsync.DistributedTransport(None)  # type: ignore[call-arg]
     transports: list[shmsync.TransportBackend] = [
         shmsync.DistributedTransport(rank=1),
         shmsync.RPCTransport(),

@@ -1,7 +1,7 @@
 """The weight-sync scheme of TorchRL's collectors over shmsync: only the import changes.
 
-`weight_sync_schemes={"policy": SharedMemWeightSyncScheme()}`. It is another class than shmsync.SharedMemWeightSyncScheme,
-which serves workers of your own. ShmWeightSyncScheme is its other name.
+`weight_sync_schemes={"policy": SharedMemWeightSyncScheme()}`. It is another class than that of `shmsync` itself, which
+serves workers of your own. ShmWeightSyncScheme is its other name.
 """
 
 try:

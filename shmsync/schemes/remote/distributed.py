@@ -412,7 +412,7 @@ class DistributedWeightSyncScheme(RemoteScheme):
     Args:
         backend: "gloo", the one that is supported; init_process_group() is called by the user.
         sync: kept for code that has it; both ways end by the deadline.
-        strategy: see RemoteScheme, and so for the others.
+        **options: strategy=, fan_out=, timeout= and the others of RemoteScheme.
 
     init_on_sender() takes `store`, which all ranks use (else the default process group's); `ranks`, or `num_workers`
     for the ranks 1 to num_workers (else every rank but this one); `model` (or `source_model`). init_on_worker() takes

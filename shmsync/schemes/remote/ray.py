@@ -287,8 +287,8 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
     Args:
         strategy: the form in which weights travel, and which of the actor's methods gets them.
-        tensor_transport: see RayWeightSyncScheme, and so for the others. fan_out="node" needs an actor that gives what
-            it gets to a receiver's apply_weights(); TorchRL's does not.
+        **options: those of RayWeightSyncScheme. fan_out="node" needs an actor that gives what it gets to a receiver's
+            apply_weights(); TorchRL's does not.
 
     init_on_sender() takes `actor_refs`, `actors` or `remote_collectors`, and `source_model` (or `model`); each as an
     argument or by the context, which is held weakly. It raises ValueError when neither actors nor a context are given,

@@ -127,11 +127,8 @@ class RPCWeightSyncScheme(RemoteScheme):
     That is a method of the user's `collector_class`; it gives them to the receiver's apply_weights().
 
     Args:
-        strategy: see RemoteScheme, and so for the others.
-        fan_out: None; "node" is for Ray and torch.distributed.
-        timeout: default of every call, in seconds.
-        partial: see WeightSyncScheme.
-        dtype: see WeightSyncScheme.
+        strategy: see RemoteScheme.
+        **options: those of RemoteScheme, but for fan_out="node", which is for Ray and torch.distributed.
 
     init_on_sender() takes `collector_infos` and `collector_rrefs` (lists), `collector_class`, and `model` (or
     `source_model`); each as an argument or by the context, which is held weakly. It raises ValueError for missing or
