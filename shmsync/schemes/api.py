@@ -128,12 +128,8 @@ class WeightSyncScheme(ABC):
         self.check_open("init_on_worker")
         arguments = Arguments(self, "init_on_worker", model_id, context, kwargs)
         receiver = self.create_receiver()
+        receiver.set_up(arguments)
         self._receiver = receiver
-        try:
-            receiver.set_up(arguments)
-        except BaseException:
-            self._receiver = None
-            raise
 
     init_on_receiver = init_on_worker
 
@@ -180,8 +176,7 @@ class WeightSyncScheme(ABC):
         Raises TimeoutError in a worker to which none came in the scheme's time, RuntimeError before an init.
         """
         if self._sender is not None:
-            if weights is not None or self._sender.find_source(None) is not None:
-                self._sender.send(weights)
+            self._sender.connect(weights)
         elif not self.get_receiver().receive(None):
             raise TimeoutError("no weights came in time; call connect() on the sender too, with weights to send")
 

@@ -160,6 +160,8 @@ class Arenas:
 
     def open(self, model_id: str, source: Weights, groups: Sequence[int], version: int, readers: int) -> None:
         """Make the arenas that these groups lack, of this source. Raises as Publisher() does, with nothing made."""
+        if self.use_given(model_id):
+            return
         given, source = source, _with_paths(source)
         made = self.made.setdefault(model_id, {})
         fresh: dict[int, Publisher] = {}
@@ -210,6 +212,7 @@ class Arenas:
 
         Raises as Publisher() and Publisher.publish() do, before anything is written, for weights that do not fit.
         """
+        self.use_given(model_id)
         given, source = source, _with_paths(source)
         made = self.made.get(model_id, {})
         there = [made[group] for group in groups if group in made]
@@ -228,8 +231,8 @@ class Arenas:
             first: Weights = source
             if made and self._options.partial:
                 newest = max(made.values(), key=lambda publisher: publisher.version)
-                whole, given = (collect(each, EVERYTHING).tensors for each in (newest.weights, source))
-                first = {".".join(key): tensor for key, tensor in {**whole, **given}.items()}
+                whole, part = (collect(each, EVERYTHING).tensors for each in (newest.weights, source))
+                first = {".".join(key): tensor for key, tensor in {**whole, **part}.items()}
             self.open(model_id, first, groups, version, readers)
         for publisher in there:
             writer = writer_of(publisher)

@@ -13,6 +13,7 @@ answer to a message that no send waits for is dropped, so it never counts for a 
 
 from __future__ import annotations
 
+import errno
 import logging
 import pickle
 import select
@@ -37,6 +38,7 @@ from .messages import Message, Tag
 
 _log = logging.getLogger("shmsync")
 _AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+_GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)
 _LONG = 0x7FFFFFFF  # bytes; a longer message has a header of its own kind
 WORDING = Wording("a worker applies at its next receive()")
 
@@ -72,6 +74,7 @@ class Pipe:
         pending: messages that are not about weights, oldest first.
         ended: how the other side has ended, as far as it was noticed; "" if it has not.
         end: the Link or the Inbox that reads it.
+        loads: unpickles what comes.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -80,6 +83,8 @@ class Pipe:
             if not stat.S_ISSOCK(fstat(fd).st_mode):
                 raise ValueError("weights are sent and answered over one pipe: use multiprocessing.Pipe(duplex=True)")
             borrowed = _Borrowed(fileno=fd)
+            if borrowed.gettimeout() is not None:  # socket.setdefaulttimeout() would change the user's pipe
+                borrowed.settimeout(None)
             self._send, self._recv_into = borrowed.send, borrowed.recv_into
         self.fd = fd
         self._connection = weakref.ref(connection)
@@ -88,6 +93,7 @@ class Pipe:
         self.pending: deque[Any] = deque()
         self.ended = ""
         self.end: Any = None
+        self.loads: Callable[[Any], Any] = pickle.loads
         self.lock = threading.RLock()  # several models, and so several threads, may share a pipe
 
     @classmethod
@@ -151,9 +157,9 @@ class Pipe:
                 continue
             try:
                 frame.sent.extend(map(self._send, (frame.content[done:] if done else frame.content,), (_AT_ONCE,)))
-            except BlockingIOError:
-                return
-            except OSError:
+            except OSError as error:
+                if error.errno not in _GONE:  # the pipe is full, or the system has no memory for it now
+                    return
                 self._outgoing.clear()
 
     def receive(self) -> tuple[Any] | None:
@@ -172,16 +178,16 @@ class Pipe:
                     rest = memoryview(buffer)[done:] if done else buffer
                     try:
                         counts.extend(map(self._recv_into, (rest,), (0,), (_AT_ONCE,)))
-                    except BlockingIOError:
-                        return None
-                    except OSError:
+                    except OSError as error:
+                        if error.errno not in _GONE:
+                            return None
                         counts.append(0)
                     if counts[-1] == 0:
                         self.ended = "the other end of the pipe is closed"
                 elif is_body:
                     self._incoming = bytearray(4), [], False
                     try:
-                        return (pickle.loads(buffer),)
+                        return (self.loads(buffer),)
                     except Exception as error:
                         _log.warning("a message of %d bytes cannot be unpickled, and is kept: %s", len(buffer), error)
                     self.pending.append(bytes(buffer))
@@ -286,6 +292,7 @@ class Link:
             if self.unanswered or self.pipe.unsent:
                 self.pump()  # what has come before cannot be an answer to it
             self.highest[tag.model_id] = max(tag.version, self.highest.get(tag.model_id, 0))
+            self._results.pop(tag, None)  # of a send that an exception has ended
             self.unanswered[tag] = True
             if not self.pipe.closed:  # else the wait finds it dead
                 for replaced in self.pipe.send_frame(frame, tag if replaceable and tag.version else None):
@@ -423,7 +430,7 @@ class Inbox:
         """That of the pipe's end; the same object each time."""
         pipe = Pipe.of(connection)
         if pipe.end is None:
-            pipe.end = cls(pipe)
+            pipe.end, pipe.loads = cls(pipe), messages.loads
         if not isinstance(pipe.end, cls):
             raise ValueError("this end of the pipe is a sender's; a receiver needs the other end")
         return pipe.end

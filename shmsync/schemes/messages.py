@@ -14,6 +14,7 @@ program: they are kept, and nothing is guessed about them.
 from __future__ import annotations
 
 import functools
+import io
 import pickle
 from typing import Any, NamedTuple
 
@@ -69,6 +70,26 @@ class Message(NamedTuple):
     worker: int | None = None
 
 
+class Registered:
+    """What a receiver gets in place of the TensorDict of a registration: it attaches by itself, as its own worker."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle = handle
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """As pickle's, but a registration does not attach here."""
+        if (module, name) == (live_weights.__module__, live_weights.__name__):
+            return Registered
+        return super().find_class(module, name)
+
+
+def loads(payload: bytes | bytearray) -> Any:
+    """Unpickle a message for a receiver."""
+    return _Unpickler(io.BytesIO(payload)).load()
+
+
 class _Live:
     """Pickles as the TensorDict of an arena, attached in the process that reads it."""
 
@@ -92,7 +113,9 @@ def version_message(model_id: str, version: int) -> bytes:
 
 def read_message(message: Any) -> Message | None:
     """A message for a worker, about weights; None for any other."""
-    if not (type(message) in (tuple, Tagged) and len(message) == 2 and message[1] in (UPDATE, REGISTER)):
+    if not (type(message) in (tuple, Tagged) and len(message) == 2 and isinstance(message[1], str)):
+        return None
+    if message[1] not in (UPDATE, REGISTER):
         return None
     pair, kind = message
     if not (type(pair) is tuple and len(pair) == 2 and isinstance(pair[0], str)):

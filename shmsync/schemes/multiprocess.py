@@ -127,6 +127,7 @@ class MultiProcessSender(PipeSender):
                     f"with partial=True only parts of {self._model_id!r} may have been sent, and a resend brings "
                     "everything: give init_on_sender() model= or a context that has it, or send() all weights"
                 )
+            self._version = self._next_version(links, self._version)
             self._newest = WeightsMessage(Tag(self._model_id, self._version), whole)
         message = self._newest
         assert message is not None, "something was sent"

@@ -27,6 +27,10 @@ class NoWeightSyncScheme(WeightSyncScheme):
         return NoTransport()
 
     @override
+    def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
+        """Does nothing: the workers have their weights."""
+
+    @override
     def create_sender(self) -> WeightSender:
         return NoSender(self)
 
@@ -87,6 +91,10 @@ class NoReceiver(WeightReceiver):
     @override
     def _connect(self, arguments: Arguments) -> None:
         self._register_worker_transport(None)
+
+    @override
+    def _wait_for_first(self, seconds: float) -> None:
+        pass
 
     @override
     def receive(self, timeout: float | None = 0.001) -> bool:

@@ -102,8 +102,12 @@ class WeightReceiver:
         model = arguments.model()
         self._connect(arguments)
         self._register_model(arguments.model_id if model is None else model)
-        if (wait := timeout_or_none(arguments.given("wait"))) is not None and not self.receive(wait):
-            raise TimeoutError(f"no weights of {self._model_id!r} came within {wait} seconds; is the sender sending?")
+        if (wait := timeout_or_none(arguments.given("wait"))) is not None:
+            self._wait_for_first(wait)
+
+    def _wait_for_first(self, seconds: float) -> None:
+        if not self.receive(seconds):
+            raise TimeoutError(f"no weights of {self._model_id!r} came within {seconds} s; is the sender sending?")
 
     def _connect(self, arguments: Arguments) -> None:
         """Take in the way to the sender from these arguments."""

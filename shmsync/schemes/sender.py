@@ -230,6 +230,11 @@ class WeightSender:
             self._gather(posted, deadline)
             return posted.version
 
+    def connect(self, weights: Any) -> None:
+        """Send the first weights, if any are known; see WeightSyncScheme.connect()."""
+        if weights is not None or self._scheme._prepares or self.find_source(None) is not None:
+            self.send(weights)
+
     def update_weights(self, weights: Any) -> int:
         """Call send(weights)."""
         return self.send(weights)
@@ -313,14 +318,16 @@ class PipeSender(WeightSender):
     _takes_process = True
     _unpickled = False
 
-    def __init__(self, scheme: Any) -> None:
-        super().__init__(scheme)
-        self.default_timeout = scheme.timeout
+    @property
+    def default_timeout(self) -> float:  # type: ignore[override]
+        """Of a call without timeout=, in seconds: the scheme's."""
+        return float(self._scheme.timeout)
 
     @override
     def _start_here(self) -> None:
         super()._start_here()
         self.links: dict[int, Link] = {}
+        self._pipes: dict[int, Any] = {}  # kept open as long as the sender: a link does not hold its pipe
 
     @property
     @override
@@ -334,7 +341,9 @@ class PipeSender(WeightSender):
 
     @override
     def _register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
-        self.links[worker_idx] = Link.of(getattr(pipe_or_context, "pipe", pipe_or_context), process)
+        pipe = getattr(pipe_or_context, "pipe", pipe_or_context)
+        self.links[worker_idx] = Link.of(pipe, process)
+        self._pipes[worker_idx] = pipe
 
     def pending(self, worker_idx: int) -> list[Any]:
         """Messages from a worker that are no answers, oldest first; each is given once.
@@ -403,4 +412,6 @@ class PipeSender(WeightSender):
         outcome = gather(posted.workers, posted.tags, deadline)
         for index in outcome.dead:
             posted.workers[index].reported = True
+        for index in outcome.failed:  # it may have missed where its arena is
+            posted.workers[index].registered.pop(self._model_id, None)
         outcome.check(f"version {posted.version} of {self._model_id!r}", posted.version)

@@ -227,13 +227,25 @@ class SharedMemSender(PipeSender):
             self._gather(self._announce(links), deadline_after(timeout, self.default_timeout))
 
     @override
+    def find_source(self, weights: Any) -> Any:
+        """As WeightSender.find_source(); without other weights the registered ones."""
+        found = super().find_source(weights)
+        return self.arenas.registered.get(self._model_id) if found is None else found
+
+    @override
+    def connect(self, weights: Any) -> None:
+        """Send the first weights; those of a Publisher of the user's own are there already."""
+        if weights is None and self.find_source(None) is None and self.arenas.use_given(self._model_id):
+            self.resend()
+        else:
+            super().connect(weights)
+
+    @override
     def _source(self, weights: Any) -> Any:
         # A user's subclass may prepare weights in its own way; else the engine reads a module faster than that.
         if self._scheme._prepares:
             return super()._source(weights)
         found = self.find_source(weights)
-        if found is None:
-            found = self.arenas.registered.get(self._model_id)
         if found is None and not self.arenas.use_given(self._model_id):
             return super()._source(None)  # raises
         return found

@@ -346,7 +346,7 @@ class RemoteSender(WeightSender):
                 missing=workers,
             )
         connected = {index: transport for index, transport in alive.items() if transport.connected}
-        version = self._version + 1
+        version = self._version = self._version + 1  # now: a node may have it although this raises
         if self._nodes is not None:
             exchange: Exchange = self._nodes.post(
                 source, self._model_id, version, connected, self._transports, deadline
@@ -355,7 +355,6 @@ class RemoteSender(WeightSender):
             packed = self._packer.pack(source, self._model_id, version)
             content = next(iter(connected.values())).wrap(packed) if connected else None
             exchange = Exchange(version, connected, lambda index: one_step(connected[index], content)).begin()
-        self._version = version
         return exchange
 
     @override
@@ -434,7 +433,8 @@ class RemoteReceiver(WeightReceiver):
         self._scheme.check_open("receive")
         seconds = self._scheme.timeout if timeout_or_none(timeout) is None else timeout
         came = self._news.wait(min(seconds or 0.0, threading.TIMEOUT_MAX))
-        self._news.clear()
+        if came:
+            self._news.clear()
         return came
 
     @override

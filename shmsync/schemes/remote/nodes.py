@@ -22,7 +22,7 @@ from torch import nn
 from ...engine.bind.guarded_methods import can_be_called
 from ...engine.deadlines import deadline_after
 from ...engine.publisher import Publisher, writer_of
-from ...engine.subscriber import Subscriber
+from ...engine.subscriber import Subscriber, reader_of
 from ...errors import ClosedError, ProtocolError
 from ...memory.arena import nested
 from ...memory.process import me
@@ -134,6 +134,7 @@ class Attached:
         try:
             if earlier is not None:
                 earlier.close()  # a module is bound to one arena
+                receiver._arena = None
             if isinstance(model, nn.Module):
                 self.subscriber.bind(model, guard=can_be_called(model))
         except BaseException:
@@ -148,6 +149,11 @@ class Attached:
     def apply(self, label: Label) -> None:
         """Move to this version."""
         self.subscriber.refresh()
+        if reader_of(self.subscriber).applied_version < label.version:
+            raise ProtocolError(
+                f"version {label.version} cannot be applied inside a read section of this thread; receive outside it",
+                version=label.version,
+            )
         if not isinstance(self.model, nn.Module):
             with self.subscriber.read() as section:
                 WeightStrategy().apply_weights(self.model, section.weights)
