@@ -80,6 +80,14 @@ class NoSender(WeightSender):
     def _post(self, source: Any, workers: list[int], deadline: float) -> Posted:
         return Posted(0, {})
 
+    def resend(self, worker_ids: Any = None, *, timeout: float | None = None) -> int:
+        """0: nothing was sent."""
+        return 0
+
+    def pending(self, worker_idx: int) -> list[Any]:
+        """None: no worker is read."""
+        return []
+
     @override
     def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
         return []

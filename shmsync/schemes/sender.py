@@ -45,15 +45,26 @@ class Posted:
     errors: dict[int, Exception] = field(default_factory=dict)  # of transports of a user's own
 
 
-@contextmanager
-def hold(lock: threading.Lock, call: str, deadline: float) -> Iterator[None]:
-    """Hold a sender's lock. Raises WriterBusy when another thread has it until the deadline."""
-    if not lock.acquire(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
-        raise WriterBusy(f"{call}(): another thread's send lasted until the deadline, so nothing was done; try again")
-    try:
-        yield
-    finally:
-        lock.release()
+class SendLock:
+    """Held around each call of a sender."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder = 0  # the thread that has it
+
+    @contextmanager
+    def hold(self, call: str, deadline: float) -> Iterator[None]:
+        """Hold it. Raises WriterBusy when this thread has it already, or another one until the deadline."""
+        if self._holder == threading.get_ident():
+            raise WriterBusy(f"{call}() inside a send or an update() of this thread; call it after that")
+        if not self._lock.acquire(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
+            raise WriterBusy(f"{call}(): another thread's send lasted until the deadline; nothing was done, try again")
+        self._holder = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._holder = 0
+            self._lock.release()
 
 
 class WeightSender:
@@ -83,7 +94,7 @@ class WeightSender:
         self._cached: Any = None  # what init_on_sender(cached_weights=) got
         self._transports: dict[int, Any] = {}
         self._posted: Posted | None = None  # of a send_async()
-        self._lock = threading.Lock()
+        self._lock = SendLock()
 
     @property
     def model_id(self) -> str:
@@ -241,7 +252,7 @@ class WeightSender:
 
     @contextmanager
     def _one_at_a_time(self, call: str, deadline: float) -> Iterator[None]:
-        with hold(self._lock, call, deadline):
+        with self._lock.hold(call, deadline):
             self._scheme.check_open(call)
             if call == "wait_async":
                 if self._posted is None:

@@ -263,7 +263,7 @@ class SharedMemSender(PipeSender):
             self._refuse_extra_state(source)
         groups = arenas.groups_of(links, self._living())
         version = self._next_version(links, self.version)
-        arenas.publish(model_id, source, groups or [ALL], version, len(self.links), deadline)
+        arenas.publish(model_id, source, groups if self.links else [ALL], version, len(self.links), deadline)
         self._show_weights()
 
     def _living(self) -> list[int]:
@@ -271,7 +271,7 @@ class SharedMemSender(PipeSender):
 
     def _show_weights(self) -> None:
         """scheme.policy_weights has the newest version, where the user has no TensorDict of his own."""
-        if self._model_id not in self.arenas.registered:
+        if self._model_id not in self.arenas.registered and self.arenas.made.get(self._model_id):
             writer = writer_of(next(iter(self.arenas.made[self._model_id].values())))
             slot = writer.current[1]
             self._scheme.policy_weights[self._model_id] = writer.arena.weights(slot, writable=True)

@@ -214,7 +214,7 @@ def write(fit: Fit) -> None:
     rows: list[tuple[int, int, int]] = []
     written: list[torch.Tensor] = []
     for source, target in fit.pairs:
-        if _is_plain(source) and _is_plain(target):
+        if source.dtype == target.dtype and _is_plain(source) and _is_plain(target):
             rows.append((target.data_ptr(), source.data_ptr(), source.nbytes))
             written.append(target)
         else:

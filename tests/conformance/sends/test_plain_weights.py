@@ -53,3 +53,18 @@ def test_weights_that_lack_a_leaf_change_nothing(fleet):
     with pytest.raises(ManifestMismatch, match=r"layer\.weight"):
         sender.send(Stamped(3, width=9))
     assert numbers(plain) == {2.0} and fleet.stamps() == [2] * 3 and sender.version == version
+
+
+def test_a_registered_tensordict_shows_values_in_its_own_dtype(fleet):
+    plain = shared(Stamped(0))
+    sender = fleet.open("policy", Stamped, 0, policy_weights={"policy": plain}, dtype=torch.float64, timeout=1)
+    with pytest.raises(ManifestMismatch):  # the workers' modules have another dtype
+        sender.send(Stamped(2))
+    assert numbers(plain) == {2.0} and plain["layer", "weight"].dtype == torch.float32
+
+
+def test_a_send_to_no_worker_writes_nothing(fleet):
+    sender = fleet.open()
+    sender.send(Stamped(1))
+    assert sender.send(Stamped(2), []) == 1
+    assert fleet.stamps() == [1] * 3

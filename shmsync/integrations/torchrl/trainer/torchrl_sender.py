@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 from ....engine.deadlines import check_worker, deadline_after
 from ....engine.outcome import Outcome, Wording, listed
 from ....errors import WorkerDied
-from ....schemes.sender import hold
+from ....schemes.sender import SendLock
 from .first_weights import First
 from .groups import Assignment, Groups
 from .own_weights import OwnWeights, Wanted
@@ -51,7 +50,7 @@ class Sender:
         self.connections = WorkerConnections(groups.workers, context)
         self._version = 1  # of the first weights; arenas that some workers have for themselves count their own
         self._lost: set[int] = set()  # dead workers that a WorkerDied has named
-        self._lock = threading.Lock()
+        self._lock = SendLock()
 
     def wanted(self, weights: Any, worker_ids: Any, model: Any) -> list[Wanted]:
         """Each of the weights to send, with the workers that get it, and the trainer's own weights for those.
@@ -86,7 +85,7 @@ class Sender:
         if not any(each.workers for each in wanted):
             return self._version  # there is no worker to send to
         deadline = deadline_after(timeout, self._timeout)
-        with hold(self._lock, "send", deadline):
+        with self._lock.hold("send", deadline):
             earlier = dict(self.connections.look(deadline))  # also lets new workers in
             if earlier:
                 outcome = Outcome(WORDING)
