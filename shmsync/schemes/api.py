@@ -29,6 +29,11 @@ _BACKENDS = {
 }
 
 
+_OF_TORCHRL = (
+    "initialized_on_receiver", "initialized_on_sender", "synchronized_on_receiver", "synchronized_on_sender",
+)  # fmt: skip
+
+
 @runtime_checkable
 class TransportBackend(Protocol):
     """How weights get to one worker.
@@ -61,7 +66,7 @@ class WeightSyncScheme(ABC):
 
     _for_torchrl: ClassVar[str] = (  # what to give TorchRL's collectors instead
         "Give Collector, MultiSyncCollector and MultiAsyncCollector shmsync.integrations.torchrl."
-        "SharedMemWeightSyncScheme() and RayCollector, RPCCollector and DistributedCollector the "
+        "ShmWeightSyncScheme() and RayCollector, RPCCollector and DistributedCollector the "
         "RayWeightSyncScheme(), RPCWeightSyncScheme() and DistributedWeightSyncScheme() of torchrl.weight_update"
     )
     _depth = 0  # of `with` blocks
@@ -242,6 +247,16 @@ class WeightSyncScheme(ABC):
         Every later use of the scheme is a ClosedError.
         """
         self._over = True
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what is not there comes here. TorchRL's collectors ask their schemes for these first.
+        kind = type(self).__name__
+        if name in _OF_TORCHRL:
+            raise AttributeError(
+                f"{kind} has no {name}, which TorchRL's collectors need of their schemes: it is a scheme for workers "
+                f"of your own. {self._for_torchrl}"
+            )
+        raise AttributeError(f"{kind!r} object has no attribute {name!r}")
 
     def __enter__(self) -> Self:
         self.check_open("with")

@@ -50,7 +50,8 @@ def test_a_stopped_worker_is_late_and_owes_one_answer_however_often_it_is_sent_t
     for value in (5, 6, 7):
         assert group.send(value) == value
         assert group.look() == [(value, value)] * 2
-    assert not {3, 4} & set(group.workers[0].call(parts.applied))
+    if node is None:  # in an arena of its node a worker that goes on finds the newest
+        assert not {3, 4} & set(group.workers[0].call(parts.applied))
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from ....engine.source.dtypes import Dtypes
@@ -43,9 +44,16 @@ class InProcess:
             given = {key: tensor for key, tensor in given.items() if key in whole}
             known = extra_state.by_key(extra_state.separate(target)[1] or {})
             keyed = {key: state for key, state in keyed.items() if key in known}
+        if self._dtype is not None:  # a policy whose weights are cast has the dtypes that they are cast to
+            given = {key: _cast_like(whole[key], leaf) if key in whole else leaf for key, leaf in given.items()}
         try:
-            WeightStrategy(dtype=self._dtype).apply_weights(target, {**whole, **given, **keyed})
+            WeightStrategy().apply_weights(target, {**whole, **given, **keyed})
         except ManifestMismatch as error:
             raise ManifestMismatch(
                 f"{error}. ShmWeightSyncScheme(strict=False) leaves out what is unexpected, dtype= casts"
             ) from error
+
+
+def _cast_like(target: Any, leaf: Any) -> Any:
+    both = isinstance(target, torch.Tensor) and isinstance(leaf, torch.Tensor)
+    return leaf.to(target.dtype) if both and target.is_floating_point() and leaf.is_floating_point() else leaf
