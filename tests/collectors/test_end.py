@@ -50,6 +50,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_workers_go_when_the_trainer_is_killed(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

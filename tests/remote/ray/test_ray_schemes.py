@@ -59,7 +59,7 @@ def test_a_send_returns_when_all_have_applied_it_or_raises_an_error_that_names_w
     ("make", "kind", "given"),
     [
         (RayWeightSyncScheme, parts.Worker, "remote_collectors"),
-        (RayModuleTransformScheme, parts.ModuleActor, "actors"),
+        pytest.param(RayModuleTransformScheme, parts.ModuleActor, "actors", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_actor_is_named_and_another_takes_its_place(one_ray, make, kind, given):
