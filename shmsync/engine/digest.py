@@ -72,7 +72,7 @@ def _held(module: nn.Module, by_key: dict[Key, Leaf]) -> list[tuple[Leaf, torch.
     """The tensors of a module that stand for leaves: under their own names, or tied to one that does."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"digest() takes torch.nn.Module objects, not a {type(module).__name__}")
-    tensors = collect(unwrapped(module), EVERYTHING, watch=False).tensors
+    tensors = collect(unwrapped(module), EVERYTHING)
     spelled = respelled(tensors, by_key)
     tensors = {spelled.get(key, key): tensor for key, tensor in tensors.items()}
     second = second_names(tensors, by_key)

@@ -231,7 +231,7 @@ class Arenas:
             first: Weights = source
             if made and self._options.partial:
                 newest = max(made.values(), key=lambda publisher: publisher.version)
-                whole, part = (collect(each, EVERYTHING).tensors for each in (newest.weights, source))
+                whole, part = (collect(each, EVERYTHING) for each in (newest.weights, source))
                 first = {".".join(key): tensor for key, tensor in {**whole, **part}.items()}
             self.open(model_id, first, groups, version, readers)
         for publisher in there:
@@ -257,7 +257,7 @@ class Arenas:
     def _move(self, model_id: str, weights: TensorDictBase, publisher: Publisher) -> dict[Key, torch.Tensor]:
         """Make the leaves of a TensorDict the arena's own memory; those that stay outside, by key."""
         manifest = writer_of(publisher).arena.manifest
-        found = collect(weights, EVERYTHING, manifest, to_write=True, watch=False).tensors
+        found = collect(weights, EVERYTHING, manifest, to_write=True)
         outside = {key: leaf for key, leaf in found.items() if key in manifest.by_key}
         arena = writer_of(publisher).arena
         if arena.slots > 1 or self.is_split or arena.on_device is not None:

@@ -136,7 +136,7 @@ class WeightStrategy:
                 f"{type(destination).__name__}"
             )
         given, states = leaves_of(weights)
-        targets = _by_path(collect(destination, EVERYTHING, to_write=True).tensors)
+        targets = _by_path(collect(destination, EVERYTHING, to_write=True))
         unsaved: set[Key] = set()
         modules: dict[Key, nn.Module] = {}
         if isinstance(destination, nn.Module):
@@ -240,7 +240,7 @@ def leaves_of(source: Any) -> tuple[Leaves, dict[Key, Any]]:
     """Tensors by key path, and extra state by the path of its module. Raises ValueError for what has no weights."""
     if isinstance(source, nn.Module):
         left_out = not_saved(source)
-        tensors = collect(source, EVERYTHING, watch=False).tensors
+        tensors = collect(source, EVERYTHING)
         states = {
             place.path: place.module.get_extra_state()
             for place in walk(source)
@@ -254,7 +254,7 @@ def leaves_of(source: Any) -> tuple[Leaves, dict[Key, Any]]:
         keys = [key for key in source if isinstance(key, str) and key.rpartition(".")[2] == STATE_KEY]
         states = {tuple(key.split("."))[:-1]: source[key] for key in keys}
         source = {key: value for key, value in source.items() if key not in keys} if keys else source
-    return _by_path(collect(source, EVERYTHING, watch=False).tensors), states
+    return _by_path(collect(source, EVERYTHING)), states
 
 
 def _by_path(tensors: Mapping[Key, Any]) -> Leaves:

@@ -313,7 +313,7 @@ class ModuleCheck:
             "but bound weights are read-only. Normalise in the trainer, build the worker's module without max_norm",
         )
         leaves = self.arena.manifest.by_key
-        found = collect(module, EVERYTHING, watch=False).tensors
+        found = collect(module, EVERYTHING)
         lazy = [".".join(key) for key, each in found.items() if is_lazy(each)]
         if lazy:
             raise ProtocolError(f"{lazy[0]} is not initialised yet, in a lazy module; run it once before binding it")
@@ -338,7 +338,7 @@ class ModuleCheck:
     def refuse_views(self, module: nn.Module, moved: Mapping[Key, torch.Tensor]) -> None:
         """Raise ManifestMismatch for a tensor of the module that shares memory with one that moves away from it."""
         moving = {id(tensor) for tensor in moved.values()}
-        found = {".".join(key): each for key, each in collect(module, EVERYTHING, watch=False).tensors.items()}
+        found = {".".join(key): each for key, each in collect(module, EVERYTHING).items()}
         for one, two in overlapping(found, moving):
             if (id(found[one]) in moving) != (id(found[two]) in moving):
                 view, parameter = (two, one) if id(found[one]) in moving else (one, two)

@@ -178,12 +178,12 @@ class PlanCache:
 
     def collect(self, source: Weights) -> dict[Key, Any]:
         """The tensors of a source by the arena's keys, not yet checked."""
-        tensors, known = collect(source, self._filter, self._arena.manifest).tensors, self._arena.manifest.by_key
+        tensors, known = collect(source, self._filter, self._arena.manifest), self._arena.manifest.by_key
         if isinstance(source, nn.Module):  # buffers that are never saved: an arena made from a state_dict() lacks them
             tensors = without(tensors, not_saved(source).difference(known))
         own = {key for key in tensors if key[-1] == "n_averaged" and key not in known}
         if own:  # as the source spells its keys
-            own &= of_wrappers(collect(source, EVERYTHING, watch=False).tensors)
+            own &= of_wrappers(collect(source, EVERYTHING))
             tensors = without(tensors, own)
         if spelled := respelled(tensors, known):
             tensors = {spelled.get(key, key): each for key, each in tensors.items()}

@@ -30,16 +30,6 @@ if TYPE_CHECKING:
 
 Weights: TypeAlias = "nn.Module | TensorDictBase | Mapping[str, Any]"
 Patterns = str | Sequence[str] | None
-# (dict, [(key, value), ...], whole): a dict in which leaves were found; the next publish compares it with these items.
-# `whole`: its size counts too.
-WatchedDict = tuple[dict[str, Any], list[tuple[str, Any]], bool]
-
-
-class Collected(NamedTuple):
-    """Leaves by key path, in order."""
-
-    tensors: dict[Key, Any]
-    watched_dicts: list[WatchedDict] | None  # None: a change of the source cannot be noticed cheaply
 
 
 class Filter(NamedTuple):
@@ -95,8 +85,8 @@ def _patterns(patterns: str | Sequence[str], argument: str) -> tuple[str, ...]:
 
 
 def collect(
-    source: Weights, filter: Filter, manifest: Manifest | None = None, *, to_write: bool = False, watch: bool = True
-) -> Collected:
+    source: Weights, filter: Filter, manifest: Manifest | None = None, *, to_write: bool = False
+) -> dict[Key, Any]:
     """Every leaf of `source` that the filter admits, by key path.
 
     Each is the object that the source holds. Arrays and numbers become tensors, unless `to_write` says that the leaves
@@ -104,7 +94,6 @@ def collect(
 
     Args:
         manifest: of an arena, whose spelling of a key counts: see key_of().
-        watch: are the dicts needed in which the leaves were found?
 
     Raises TypeError for other sources, and ManifestMismatch for a tree that is too deep, for two keys that are one
     leaf, and for FSDP's FullyShardedDataParallel.
@@ -115,42 +104,35 @@ def collect(
             "weights must be a torch.nn.Module, a TensorDict, or a nested mapping of dotted keys to modules, tensors, "
             f"numpy arrays and numbers, not {type(source).__name__}"
         )
-    watched = _Watch()
     found: dict[Key, Any] = {}
-    for path, value in _leaves(source, (), watched if watch else None):
+    for path, value in _leaves(source, ()):
         key = path if is_module else key_of(path, manifest, flat=not is_tree)
         if filter.filters and not filter.admits(".".join(key)):
             continue
         if key in found:
             raise ManifestMismatch(f"the weights give {'.'.join(key)!r} twice, under two spellings; leave one out")
         found[key] = value if to_write else as_tensor(value)
-    return Collected(found, watched.dicts)
+    return found
 
 
-def _leaves(source: Any, path: Key, watched: _Watch | None) -> Iterator[tuple[Key, Any]]:
+def _leaves(source: Any, path: Key) -> Iterator[tuple[Key, Any]]:
     check_depth(path)
     if isinstance(source, nn.Module):
         left_out = not_saved(source) if path else set()  # a module in a mapping gives what its state_dict() has
-        for key, tensor in _of_module(source, None if path else watched):
+        for key, tensor in _of_module(source):
             if key not in left_out:
                 yield (*path, *key), tensor
-        if path and watched is not None:
-            watched.dicts = None
         return
     if is_tensordict(source):
         from tensordict import TensorDict
 
         from ...memory.dotted import DottedTensorDict
 
-        # The dict inside it: items() takes 5 µs a leaf, and this dict can be watched.
+        # The dict inside it: items() takes 5 µs a leaf, here they are at hand.
         store = getattr(source, "_tensordict", None) if type(source) in (TensorDict, DottedTensorDict) else None
         items = store.items() if type(store) is dict else source.items()
     else:
-        store, items = source, source.items()
-    if watched is not None:
-        watched.add(store)
-        if store is not source and watched.dicts is not None:  # select(inplace=True) gives the TensorDict another dict
-            watched.dicts.append((vars(source), [("_tensordict", store)], False))
+        items = source.items()
     for key, value in items:
         if not isinstance(key, str):
             raise TypeError(f"keys must be dotted strings, not {key!r}; flatten the mapping first")
@@ -158,7 +140,7 @@ def _leaves(source: Any, path: Key, watched: _Watch | None) -> Iterator[tuple[Ke
         if below is None:
             yield (*path, key), value
         else:
-            yield from _leaves(below, (*path, key), watched)
+            yield from _leaves(below, (*path, key))
 
 
 def _below(value: Any) -> Any:
@@ -171,40 +153,16 @@ def _below(value: Any) -> Any:
     return value if isinstance(value, (nn.Module, Mapping)) else None
 
 
-def _of_module(module: nn.Module, watched: _Watch | None) -> Iterator[tuple[Key, torch.Tensor]]:
-    for path, child, around in walk(module):
+def _of_module(module: nn.Module) -> Iterator[tuple[Key, torch.Tensor]]:
+    for path, child, _ in walk(module):
         for name, tensor in (*child._parameters.items(), *child._buffers.items()):
             if tensor is not None:
                 yield ((*path, *name.split(".")) if "." in name else (*path, name)), tensor  # TensorDictParams has dots
-        if watched is not None:
-            for each in (*around, child):
-                watched.add_module(each)
 
 
 def not_saved(module: nn.Module) -> set[Key]:
     """Non-persistent buffers. An arena made from a state_dict() lacks them, so they stay the module's own."""
     return {(*place.path, name) for place in walk(module) for name in place.module._non_persistent_buffers_set}
-
-
-class _Watch:
-    """The dicts in which leaves are found; `dicts` is None when one of them cannot be watched."""
-
-    def __init__(self) -> None:
-        self.dicts: list[WatchedDict] | None = []
-
-    def add(self, store: object) -> None:
-        if type(store) is dict and self.dicts is not None:
-            self.dicts.append((store, list(store.items()), True))
-        else:
-            self.dicts = None
-
-    def add_module(self, module: nn.Module) -> None:
-        held = module.__dict__
-        stores = [(name, held[name]) for name in ("_parameters", "_buffers", "_modules")]
-        for _, store in stores:
-            self.add(store)  # not a dict in a scripted module, which keeps its tensors in C++
-        if self.dicts is not None:
-            self.dicts.append((held, stores, False))
 
 
 def key_of(path: Key, manifest: Manifest | None, *, flat: bool) -> Key:
@@ -240,7 +198,7 @@ def check_keys(tensors: Mapping[Key, Any]) -> None:
 
 def manifest_of(weights: Weights, filter: Filter, dtype: Dtypes) -> tuple[dict[Key, Any], Manifest]:
     """The leaves of a new arena for these weights, and its manifest. Raises ManifestMismatch."""
-    everything = collect(weights, EVERYTHING, watch=False).tensors
+    everything = collect(weights, EVERYTHING)
     tensors = everything
     if filter.filters:
         tensors = {key: value for key, value in everything.items() if filter.admits(".".join(key))}

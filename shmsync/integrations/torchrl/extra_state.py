@@ -75,7 +75,7 @@ def fitted(tensors: Any, states: States, room: int) -> dict[str, Any] | None:
 
 def flat(tensors: Any) -> dict[str, Any]:
     """Tensors by dotted key."""
-    return {".".join(key): tensor for key, tensor in collect(tensors, EVERYTHING).tensors.items()}
+    return {".".join(key): tensor for key, tensor in collect(tensors, EVERYTHING).items()}
 
 
 def unpacked(weights: TensorDictBase) -> Any:

@@ -45,7 +45,7 @@ class Group:
         manifest = self.writer.arena.manifest
         known = {
             ".".join(key): tensor
-            for key, tensor in collect(tensors, EVERYTHING, manifest).tensors.items()
+            for key, tensor in collect(tensors, EVERYTHING, manifest).items()
             if key in manifest.by_key
         }
         if states is not None:
