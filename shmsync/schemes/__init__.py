@@ -1,7 +1,7 @@
 """Weight-sync schemes: who sends which model to whom, and when it is applied. The shape is TorchRL's API.
 
 Each name is imported when it is first used: a scheme needs torch, and one for several machines needs more.
-May be imported by workers, collectors and integrations.
+May be imported by collectors and integrations.
 """
 
 # ruff: noqa: F405  # the lazy names come from the star

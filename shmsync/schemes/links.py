@@ -1,11 +1,7 @@
 """One exchange over pipes: messages are posted without waiting, and one wait gathers the answers.
 
-Pipe: one end of a duplex multiprocessing.Pipe, read and written without ever blocking. Link: the trainer's end of the
-pipe to one worker, with that worker's process. gather(): the only wait for answers. Inbox: the worker's end.
-
-Connection.send() blocks while the other side does not read, and Connection.recv() while half a message is there; with a
-peer that was stopped or killed that may never end. The frames here are those of Connection, and no byte beyond a
-message is read: so the other side may be a plain Connection, and so may this side between two messages.
+Link: the trainer's end of the pipe to one worker, with that worker's process. gather(): the only wait for answers.
+Inbox: the worker's end. Pipes themselves are in workers/pipe.py.
 
 INV: an answer is for exactly one message. It names it by its tag; an untagged one is for the oldest of its kind. An
 answer to a message that no send waits for is dropped, so it never counts for a later one.
@@ -13,213 +9,22 @@ answer to a message that no send waits for is dropped, so it never counts for a 
 
 from __future__ import annotations
 
-import errno
-import logging
-import pickle
 import select
-import socket
-import stat
-import struct
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection
-from os import fstat
 from typing import Any
 
-from ..engine.deadlines import SLICE
 from ..engine.outcome import Failure, Outcome, Wording
 from ..errors import WriterDied
-from ..memory.process import Peer, dead_parent, poll, refusals
+from ..memory.process import Peer, dead_parent, poll
+from ..workers.pipe import Pipe, milliseconds
 from . import messages
 from .messages import Message, Tag
 
-_log = logging.getLogger("shmsync")
-_AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-_GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)
-_LONG = 0x7FFFFFFF  # bytes; a longer message has a header of its own kind
 WORDING = Wording("a worker applies at its next receive()")
-
-
-def framed(payload: bytes) -> bytes:
-    """A message as Connection.send_bytes() writes it."""
-    size = len(payload)
-    return (struct.pack("!i", size) if size <= _LONG else struct.pack("!iQ", -1, size)) + payload
-
-
-class _Borrowed(socket.socket):
-    """The socket of a Connection, which closes it itself."""
-
-    def __del__(self) -> None:
-        self.detach()
-
-
-class _Frame:
-    """A message on its way out. `sent`: how many bytes each write took. `tag`: of weights that newer ones replace."""
-
-    def __init__(self, content: bytes, tag: Tag | None) -> None:
-        self.content, self.tag = memoryview(content), tag
-        self.sent: list[int] = []
-
-
-class Pipe:
-    """Whole messages in and out. Made once for a Connection, by of(); holds it weakly, and borrows its socket.
-
-    Bytes are counted by the same C call that moves them (extend over map). Python handles a signal between two calls,
-    so a Ctrl-C loses neither a byte nor the place in the stream.
-
-    Attributes:
-        pending: messages that are not about weights, oldest first.
-        ended: how the other side has ended, as far as it was noticed; "" if it has not.
-        end: the Link or the Inbox that reads it.
-        loads: unpickles what comes.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        fd = connection.fileno()
-        with refusals("looking at a worker's pipe"):
-            if not stat.S_ISSOCK(fstat(fd).st_mode):
-                raise ValueError("weights are sent and answered over one pipe: use multiprocessing.Pipe(duplex=True)")
-            borrowed = _Borrowed(fileno=fd)
-            if borrowed.gettimeout() is not None:  # socket.setdefaulttimeout() would change the user's pipe
-                borrowed.settimeout(None)
-            self._send, self._recv_into = borrowed.send, borrowed.recv_into
-        self.fd = fd
-        self._connection = weakref.ref(connection)
-        self._outgoing: deque[_Frame] = deque()
-        self._incoming: tuple[bytearray, list[int], bool] = bytearray(4), [], False  # what comes, counts, is it a body?
-        self.pending: deque[Any] = deque()
-        self.ended = ""
-        self.end: Any = None
-        self.loads: Callable[[Any], Any] = pickle.loads
-        self.lock = threading.RLock()  # several models, and so several threads, may share a pipe
-
-    @classmethod
-    def of(cls, connection: Connection) -> Pipe:
-        """The Pipe of a connection; the same one each time."""
-        if not isinstance(connection, Connection):
-            raise ValueError(
-                f"a worker is reached over one end of multiprocessing.Pipe(), not over a {type(connection).__name__}"
-            )
-        pipe: Pipe | None = connection.__dict__.get("_shmsync_pipe")
-        if pipe is None:
-            pipe = connection.__dict__["_shmsync_pipe"] = cls(connection)
-        return pipe
-
-    @property
-    def closed(self) -> bool:
-        """Is this end closed?"""
-        connection = self._connection()
-        return connection is None or connection.closed
-
-    def check_open(self) -> None:
-        """Raise OSError if this end is closed."""
-        if self.closed:
-            raise OSError("this end of the pipe is closed")
-
-    @property
-    def unsent(self) -> bool:
-        """Is there something that flush() has to write?"""
-        return bool(self._outgoing)
-
-    def send(self, payload: bytes) -> None:
-        """Write a message as far as the pipe takes it; flush() writes the rest."""
-        self.send_frame(framed(payload))
-
-    def send_frame(self, frame: bytes, tag: Tag | None = None) -> list[Tag]:
-        """As send(). With a tag it takes the place of weights of its model that have not begun to leave: their tags."""
-        with self.lock:
-            self.check_open()
-            replaced = []
-            for each in list(self._outgoing) if tag is not None else ():
-                if not each.sent and each.tag is not None and tag is not None and each.tag.model_id == tag.model_id:
-                    self._outgoing.remove(each)
-                    replaced.append(each.tag)
-            self._outgoing.append(_Frame(frame, tag))
-            self._write()
-            return replaced
-
-    def flush(self) -> None:
-        """Write what the pipe takes now. Nothing is left for an other side that is gone: the next read says so."""
-        if self._outgoing:
-            with self.lock:
-                self.check_open()
-                self._write()
-
-    def _write(self) -> None:
-        while self._outgoing:
-            frame = self._outgoing[0]
-            done = sum(frame.sent)
-            if done == len(frame.content):
-                self._outgoing.popleft()
-                continue
-            try:
-                frame.sent.extend(map(self._send, (frame.content[done:] if done else frame.content,), (_AT_ONCE,)))
-            except OSError as error:
-                if error.errno not in _GONE:  # the pipe is full, or the system has no memory for it now
-                    return
-                self._outgoing.clear()
-
-    def receive(self) -> tuple[Any] | None:
-        """The next message, in a tuple of one; None while no whole one is there. Raises EOFError at the end.
-
-        A message that cannot be unpickled here is kept in `pending`.
-        """
-        with self.lock:
-            self.check_open()
-            while True:
-                if self.ended:
-                    raise EOFError(self.ended)
-                buffer, counts, is_body = self._incoming
-                done = sum(counts)
-                if done < len(buffer):
-                    rest = memoryview(buffer)[done:] if done else buffer
-                    try:
-                        counts.extend(map(self._recv_into, (rest,), (0,), (_AT_ONCE,)))
-                    except OSError as error:
-                        if error.errno not in _GONE:
-                            return None
-                        counts.append(0)
-                    if counts[-1] == 0:
-                        self.ended = "the other end of the pipe is closed"
-                elif is_body:
-                    self._incoming = bytearray(4), [], False
-                    try:
-                        return (self.loads(buffer),)
-                    except Exception as error:
-                        _log.warning("a message of %d bytes cannot be unpickled, and is kept: %s", len(buffer), error)
-                    self.pending.append(bytes(buffer))
-                else:
-                    size = struct.unpack_from("!i", buffer)[0]
-                    if size == -1 and len(buffer) == 4:
-                        self._incoming = buffer + bytes(8), counts, False
-                        continue
-                    size = struct.unpack_from("!Q", buffer, 4)[0] if size == -1 else size
-                    if not 0 <= size < 1 << 48:
-                        self.ended = "what came from its other end is no message, so nothing after it can be read"
-                    else:
-                        self._incoming = bytearray(size), [], True
-
-    def wait(self, deadline: float) -> None:
-        """Until there is something to read, or for 50 ms, or until the deadline."""
-        self.check_open()
-        poller = select.poll()
-        poller.register(self.fd, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
-        poll(poller, milliseconds(deadline))
-        self.flush()
-
-    def take_pending(self) -> list[Any]:
-        """The messages that are not about weights, oldest first; each is given once."""
-        found = list(self.pending)
-        self.pending.clear()
-        return found
-
-
-def milliseconds(deadline: float) -> float:
-    """From now to a monotonic time, for poll(); at most 50, so that the caller can look round."""
-    return max(0.0, min(deadline - time.monotonic(), SLICE)) * 1e3
 
 
 Result = Failure | str | None  # what went wrong; None: applied. A string: it answered something else
@@ -286,8 +91,8 @@ class Link:
             return str(self.peer)
         return "this end of its pipe is closed" if self.pipe.closed else self.pipe.ended
 
-    def post(self, frame: bytes, tag: Tag, *, replaceable: bool = True) -> None:
-        """Send a message that will be answered with this tag. `replaceable`: newer weights may take its place."""
+    def post(self, frame: bytes, tag: Tag) -> None:
+        """Send a message that will be answered with this tag; newer weights of the model may take its place."""
         with self.pipe.lock:
             if self.unanswered or self.pipe.unsent:
                 self.pump()  # what has come before cannot be an answer to it
@@ -295,8 +100,8 @@ class Link:
             self._results.pop(tag, None)  # of a send that an exception has ended
             self.unanswered[tag] = True
             if not self.pipe.closed:  # else the wait finds it dead
-                for replaced in self.pipe.send_frame(frame, tag if replaceable and tag.version else None):
-                    self.unanswered.pop(replaced, None)
+                for model_id, version in self.pipe.send_frame(frame, tag if tag.version else None):
+                    self.unanswered.pop(Tag(model_id, version), None)
 
     def has(self, tag: Tag) -> bool:
         """Is the answer there?"""

@@ -66,7 +66,6 @@ class Message(NamedTuple):
     model_id: str
     content: Any
     tag: Tag | None
-    owner: int = 0
     worker: int | None = None
 
 
@@ -122,7 +121,7 @@ def read_message(message: Any) -> Message | None:
         return None
     model_id, content = pair
     if isinstance(message, Tagged):
-        return Message(kind, model_id, content, message.tag, message.owner, message.worker)
+        return Message(kind, model_id, content, message.tag, message.worker)
     if kind == REGISTER:
         return None
     return Message(kind, model_id, content, Tag(model_id, content) if type(content) is int else None)

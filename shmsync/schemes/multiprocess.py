@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from torch import nn
 from typing_extensions import override
 
@@ -27,11 +26,12 @@ from ..memory.manifest import Strides, contiguous, layout_of
 from ..memory.process import me
 from ..memory.slab import MemfdAt, Sealed, pieces_at, reachable
 from ..memory.torch_modes import run_plainly
+from ..workers.pipe import framed
 from . import messages
 from .api import WeightSyncScheme
 from .context import Arguments
 from .devices import DeviceChoice, WorkerDevices, check_lies_on, devices_for
-from .links import Link, framed
+from .links import Link
 from .messages import Message, Tag, Tagged
 from .receiver import PipeReceiver
 from .sender import PipeSender, Posted
@@ -132,8 +132,6 @@ class MultiProcessSender(PipeSender):
         message = self._newest
         assert message is not None, "something was sent"
         for link in links.values():
-            # Newer weights take the place of a message that has not left, but a part does not replace another one.
-            replaceable = not self._scheme.partial
             # Never two messages that lead to memory of this process, so a late worker holds up one.
             if (
                 message.sealed is not None
@@ -141,9 +139,9 @@ class MultiProcessSender(PipeSender):
                 and not any(tag[0] == self._model_id for tag in link.unanswered)
             ):
                 self._in_use.append((link, message))
-                link.post(message.reference(), message.tag, replaceable=replaceable)
+                link.post(message.reference(), message.tag)
             else:
-                link.post(message.by_value(), message.tag, replaceable=replaceable)
+                link.post(message.by_value(), message.tag)
         return Posted(self._version, links, dict.fromkeys(links, message.tag))
 
 
@@ -260,6 +258,15 @@ def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...], strides: Stri
     return torch.frombuffer(data, dtype=dtype).as_strided(shape, contiguous(shape) if strides is None else strides)
 
 
+def _weights_of(message: Message) -> Any:
+    """What a message brings. Raises why it cannot be had."""
+    if isinstance(message.content, Unreadable):
+        raise message.content.error
+    if message.kind == messages.REGISTER:
+        raise ValueError(f"{message.model_id!r} is registered in shared memory; use one scheme on both sides")
+    return message.content
+
+
 class MPTransport(PipeTransport):
     """Weights through one pipe, in either direction; see PipeTransport.
 
@@ -273,11 +280,7 @@ class MPTransport(PipeTransport):
 
     @override
     def _content(self, message: Message) -> Any:
-        if isinstance(message.content, Unreadable):
-            raise message.content.error
-        if message.kind == messages.REGISTER:
-            raise ValueError(f"{message.model_id!r} is registered in shared memory; use one scheme on both sides")
-        return message.content
+        return _weights_of(message)
 
 
 class MultiProcessReceiver(PipeReceiver):
@@ -295,12 +298,6 @@ class MultiProcessReceiver(PipeReceiver):
 
     @override
     def _use(self, message: Message) -> None:
-        if isinstance(message.content, Unreadable):
-            raise message.content.error
-        if message.kind == messages.REGISTER:
-            raise ValueError(f"{self._model_id!r} is registered in shared memory; use one scheme on both sides")
-        if not isinstance(message.content, (TensorDictBase, Mapping)):
-            raise ValueError(f"weights are a TensorDict or a dict, not a {type(message.content).__name__}")
-        self._strategy.apply_weights(self._resolve_model_ref(), message.content)
+        self._strategy.apply_weights(self._resolve_model_ref(), _weights_of(message))
         if message.tag is not None:
             self._version = message.tag.version

@@ -20,7 +20,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from typing_extensions import override
 
@@ -32,6 +32,15 @@ from .links import Link, gather
 from .messages import Tag
 
 _WORDING = Wording("its transport timed out", after_lateness="Send again, or give its transport more time")
+
+
+T = TypeVar("T", bound="Reached")
+
+
+class Reached(Protocol):
+    """What a sender reaches a worker by. `reported`: WorkerDied has named it."""
+
+    reported: bool
 
 
 @dataclass
@@ -78,6 +87,7 @@ class WeightSender:
     """
 
     default_timeout = math.inf  # of a call without timeout=: the transports' own time-outs count
+    _unpickled = False
     _takes_process = False  # can it see the death of a worker's process?
 
     def __init__(self, scheme: Any) -> None:
@@ -278,6 +288,22 @@ class WeightSender:
     def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
         return chosen_workers(worker_ids, self.worker_ids)
 
+    def _living(self, workers: list[int], known: Mapping[int, T]) -> dict[int, T]:
+        """Those of these workers that no error has named as dead. Raises WorkerDied when there is none."""
+        if not known and self._unpickled:
+            raise ProtocolError(
+                "this sender was unpickled: pipes and workers stayed with the original, so it has no workers; call "
+                "register_worker() for each first"
+            )
+        living = {index: known[index] for index in workers if not known[index].reported}
+        if workers and not living:
+            raise WorkerDied(
+                f"all workers that {self._model_id!r} should go to are dead ({', '.join(map(str, workers))}); nothing "
+                "was sent. Start others in their place, and call register_worker()",
+                missing=workers,
+            )
+        return living
+
     def _post(self, source: Any, workers: list[int], deadline: float) -> Posted:
         """Write the weights, and hand each worker its message; what _gather() needs."""
         self._version += 1
@@ -309,6 +335,7 @@ class WeightSender:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._unpickled = True
         self._start_here()
 
 
@@ -327,7 +354,6 @@ class PipeSender(WeightSender):
     """Sends one model to workers at the other ends of pipes: a message to each, then one wait."""
 
     _takes_process = True
-    _unpickled = False
 
     @property
     def default_timeout(self) -> float:  # type: ignore[override]
@@ -376,33 +402,12 @@ class PipeSender(WeightSender):
             if not self.version:
                 return 0
             workers = self._chosen(worker_ids)
-            self._gather(self._announce(self._reached(workers), again=True), deadline)
+            self._gather(self._announce(self._living(workers, self.links), again=True), deadline)
             return self.version
-
-    def _reached(self, workers: list[int]) -> dict[int, Link]:
-        """Those of these workers that no error has named as dead. Raises WorkerDied when there is none."""
-        if not self.links and self._unpickled:
-            raise ProtocolError(
-                "this sender was unpickled: pipes and workers stayed with the original, so it has no workers; call "
-                "register_worker() for each first"
-            )
-        reached = {index: self.links[index] for index in workers if not self.links[index].reported}
-        if workers and not reached:
-            raise WorkerDied(
-                f"all workers that {self._model_id!r} should go to are dead ({', '.join(map(str, workers))}); nothing "
-                "was sent. Start others in their place, and call register_worker()",
-                missing=workers,
-            )
-        return reached
-
-    @override
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._unpickled = True
 
     @override
     def _post(self, source: Any, workers: list[int], deadline: float) -> Posted:
-        links = self._reached(workers)
+        links = self._living(workers, self.links)
         self._write(source, links, deadline)
         return self._announce(links)
 

@@ -24,12 +24,13 @@ from ..engine.source.dtypes import Dtypes
 from ..engine.subscriber import Consistency, Subscriber, reader_of
 from ..errors import ManifestMismatch, ProtocolError
 from ..memory.segment import Handle
+from ..workers.pipe import framed
 from . import messages
 from .api import WeightSyncScheme
 from .arenas import ALL, ArenaOptions, Arenas
 from .context import Arguments
 from .devices import DeviceChoice, WorkerDevices, devices_for, lies_elsewhere
-from .links import Link, framed
+from .links import Link
 from .messages import Message, Tag
 from .receiver import PipeReceiver
 from .sender import PipeSender, Posted
@@ -135,8 +136,10 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     def shutdown(self) -> None:
         """End the arenas, or leave them."""
         super().shutdown()
-        self._arenas.close()
-        self._subscriptions.close()
+        try:
+            self._arenas.close()
+        finally:
+            self._subscriptions.close()
 
     def __getstate__(self) -> dict[str, Any]:
         # Weights and workers stay here: the copy is for a worker.
@@ -214,7 +217,7 @@ class SharedMemSender(PipeSender):
         """
         deadline = deadline_after(timeout, self.default_timeout)
         with self._one_at_a_time("update", deadline):
-            links = self._reached(self._chosen(None))
+            links = self._living(self._chosen(None), self.links)
             if self.arenas.is_split:
                 raise ValueError("update() writes one arena, and this scheme has several; send() writes them all")
             if self.arenas.only(self._model_id) is None:
@@ -261,13 +264,10 @@ class SharedMemSender(PipeSender):
             )
         if source is not None:
             self._refuse_extra_state(source)
-        groups = arenas.groups_of(links, self._living())
+        groups = arenas.groups_of(links, [index for index, link in self.links.items() if not link.reported])
         version = self._next_version(links, self.version)
         arenas.publish(model_id, source, groups if self.links else [ALL], version, len(self.links), deadline)
         self._show_weights()
-
-    def _living(self) -> list[int]:
-        return [index for index, link in self.links.items() if not link.reported]
 
     def _show_weights(self) -> None:
         """scheme.policy_weights has the newest version, where the user has no TensorDict of his own."""
@@ -278,11 +278,9 @@ class SharedMemSender(PipeSender):
 
     def _refuse_extra_state(self, source: Any) -> None:
         """Raise ManifestMismatch for weights with extra state, which is no tensor; a module is looked at once."""
-        if isinstance(source, (nn.Module, TensorDictBase)) and (
-            isinstance(source, TensorDictBase) or source in self._without_state
-        ):
+        if isinstance(source, TensorDictBase) or (isinstance(source, nn.Module) and source in self._without_state):
             return
-        if isinstance(source, Mapping) and not any(str(key).endswith("_extra_state") for key in source):
+        if isinstance(source, Mapping) and self.version:  # the engine refuses a key that the arena does not have
             return
         _, states = leaves_of(source)
         if states:

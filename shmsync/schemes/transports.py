@@ -7,8 +7,9 @@ from collections import deque
 from typing import Any
 
 from ..engine.deadlines import deadline_after, timeout_or_default
+from ..workers.pipe import Pipe
 from . import messages
-from .links import Inbox, Link, Pipe, gather, unexpected
+from .links import Inbox, Link, gather, unexpected
 from .messages import Message
 from .sender import PipeSender
 

@@ -16,7 +16,7 @@ from typing import Any
 from ..engine.outcome import Failure
 from ..errors import ProtocolError
 from ..memory.process import Peer, me, poll, start_process, stay_if_exiting
-from ..schemes.links import Pipe, milliseconds
+from .pipe import Pipe, milliseconds
 from .worker_process import ATTACHED, BEGAN, FAILED, Start, run
 
 EXIT_CODE = 1.0  # seconds; a fork server reports an exit code a moment after the death

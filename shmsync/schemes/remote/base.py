@@ -22,7 +22,6 @@ from ...engine.deadlines import SLICE, deadline_after, timeout_or_default, timeo
 from ...engine.outcome import Failure, Outcome, Wording
 from ...engine.source.dtypes import Dtypes
 from ...engine.subscriber import Consistency
-from ...errors import ProtocolError, WorkerDied
 from ..api import WeightSyncScheme
 from ..context import Arguments
 from ..receiver import WeightReceiver
@@ -312,7 +311,6 @@ class RemoteSender(WeightSender):
 
     _scheme: RemoteScheme
     _transports: dict[int, RemoteTransport]
-    _unpickled = False
 
     @override
     def _start_here(self) -> None:
@@ -334,18 +332,8 @@ class RemoteSender(WeightSender):
 
     @override
     def _post(self, source: Any, workers: list[int], deadline: float) -> Posted:
-        if not self._transports and self._unpickled:
-            raise ProtocolError(
-                "this sender was unpickled: its workers stayed with the original; call register_worker() for each first"
-            )
-        alive = {index: self._transports[index] for index in workers if not self._transports[index].reported}
-        if workers and not alive:
-            raise WorkerDied(
-                f"all workers that {self._model_id!r} should go to are dead ({', '.join(map(str, workers))}); nothing "
-                "was sent. Start others in their place, and call register_worker()",
-                missing=workers,
-            )
-        connected = {index: transport for index, transport in alive.items() if transport.connected}
+        living = self._living(workers, self._transports)
+        connected = {index: transport for index, transport in living.items() if transport.connected}
         version = self._version = self._version + 1  # now: a node may have it although this raises
         if self._nodes is not None:
             exchange: Exchange = self._nodes.post(
@@ -367,11 +355,6 @@ class RemoteSender(WeightSender):
         """End the arena of this node, if there is one. Idempotent."""
         if self._nodes is not None:
             self._nodes.close()
-
-    @override
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._unpickled = True
 
 
 class RemoteReceiver(WeightReceiver):

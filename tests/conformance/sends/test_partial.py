@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from shmsync.errors import AckTimeout, ManifestMismatch
+from shmsync.errors import ManifestMismatch
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightStrategy
 from support.calls import Call
 from support.conformance.nets import Stamped, Tied, held, leaf
@@ -85,17 +85,6 @@ def test_resend_brings_everything(kind, rig_of):
     rig.deliver(leaf(3, "count"))
     rig.nets.append(late)
     each_is(rig, layer__weight=1, layer__bias=2, count=3)
-
-
-@pytest.mark.parametrize("kind", PIPES)
-def test_a_part_that_was_late_comes_before_the_next_one(kind, rig_of):
-    rig = rig_of(PipeRig, kind, partial=True)
-    rig.deliver(Stamped(1))
-    for weights in (leaf(2), leaf(3, "count")):
-        with pytest.raises(AckTimeout):
-            rig.sender.send(weights, timeout=0.05)
-    rig.deliver(leaf(4, "layer.weight"))
-    each_is(rig, layer__weight=4, layer__bias=2, count=3)
 
 
 def test_leaves_that_are_one_tensor_change_as_one(rig_of):
