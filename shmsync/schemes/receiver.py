@@ -225,14 +225,14 @@ class PipeReceiver(WeightReceiver):
         return bool(receiver._ready())
 
     def _handle(self, message: Message) -> Exception | None:
-        """Do what a message says, and answer it; what it failed with."""
+        """Do what a message says, and answer it; what weights failed with. (A registration fails again with them.)"""
         word = messages.UPDATED if message.kind == messages.UPDATE else messages.REGISTERED
         try:
             self._use(message)
         except Exception as error:
             _log.warning("%r of %r was refused: %s", message.kind, self._model_id, error)
             self._inbox.pipe.send(messages.failure(message, error))
-            return error
+            return error if word == messages.UPDATED else None
         self._has_news = self._has_news or word == messages.UPDATED
         self._inbox.pipe.send(messages.answer(message, word))
         return None
