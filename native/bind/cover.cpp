@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "compiling.hpp"
 #include "model_lock.hpp"
 #include "reader.hpp"
 
@@ -51,6 +52,7 @@ class Cover {
       const Running running(*this, inner);
       return call(inner, args, kwargs);  // the outermost call looks at what comes out
     }
+    tell_dynamo();
     if (!plain_)
       return call_method(self, "_repeat", inner, args, kwargs.is_valid() ? nb::borrow(kwargs) : nb::object(nb::dict()));
     if (!gradients_checked && grad_enabled()) call_method(self, "_look");

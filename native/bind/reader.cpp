@@ -194,8 +194,17 @@ void bind_reader(nb::module_& m) {
       .value("POISONED", State::poisoned);
 
   m.def(
-      "tell_of_compiling", [](nb::object callback) { g_compiling = callback.release(); }, "callback"_a,
-      "A function whose answer is None while Dynamo compiles no frame that begins.");
+      "when_compiling",
+      [](nb::object tell, nb::object compiling) {
+        g_register = tell.release();
+        if (!compiling.is_none()) g_compiling = compiling.release();
+      },
+      "register"_a, "compiling"_a.none(),
+      nb::sig("def when_compiling(register: typing.Callable[[], object], "
+              "compiling: typing.Callable[[], object] | None) -> None"),
+      "`register` tells Dynamo what it must know; `compiling` answers None while Dynamo compiles no frame that "
+      "begins.");
+  m.def("tell_dynamo", &tell_dynamo, "Call `register`, once, if Dynamo has been imported. True: it was called now.");
 
   nb::class_<Section>(
       m, "ReadSection",

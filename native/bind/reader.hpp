@@ -17,6 +17,7 @@
 #include <string>
 #include <utility>
 
+#include "compiling.hpp"
 #include "control.hpp"
 #include "device.hpp"
 #include "gil.hpp"
@@ -30,18 +31,6 @@ namespace nb = nanobind;
 
 // How often a subscriber that follows looks whether its publisher is gone.
 inline constexpr std::uint64_t kLook = 50'000'000;  // ns
-
-// What tells whether Dynamo compiles the frames that begin now; null: this torch does not say.
-inline nb::handle g_compiling;
-
-// Then a hook may be called as it is. Else it is called through torch.compiler.disable(), which takes 2 µs.
-inline bool nothing_compiles() {
-  if (!g_compiling.is_valid()) return false;
-  PyObject* const answer = PyObject_CallNoArgs(g_compiling.ptr());
-  if (answer == nullptr) throw nb::python_error();
-  Py_DECREF(answer);
-  return answer == Py_None;
-}
 
 // How an error names a thread.
 inline std::string name_of(const Thread& thread) {

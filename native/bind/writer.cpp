@@ -4,6 +4,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "compiling.hpp"
 #include "control.hpp"
 #include "device.hpp"
 #include "gil.hpp"
@@ -75,6 +76,7 @@ class Scope {
             "this update() section is entered already; leave it first, or make another one with update()");
     entered_ = true;
     try {
+      tell_dynamo();
       return call_method(self, "_enter");
     } catch (nb::python_error&) {
       recover(self);

@@ -15,9 +15,9 @@ from .. import _native
 from ..errors import ForkedHandle, WriterBusy
 from ..memory import segment
 from ..memory.devices import named
-from ..memory.dynamo import disable
 from ..memory.leftovers import new_name
 from ..memory.segment import Handle, figures
+from .bind.compiled import disable
 from .deadlines import DEFAULT_TIMEOUT, check_worker, deadline_after, timeout_or_default, timeout_or_none, whole
 from .digest import digests_of
 from .read.section_values import copied_state
@@ -152,7 +152,6 @@ class Publisher:
         """What a worker needs to attach; picklable."""
         return Handle(self.name, self._writer.arena.session)
 
-    @disable
     def publish(
         self,
         weights: Weights | None = None,
@@ -187,6 +186,8 @@ class Publisher:
             WorkerDied: published, but these workers died before they had applied it.
             AckTimeout: published, but these workers have not applied it in time.
         """
+        if _native.tell_dynamo():  # it may be compiling this call; the method is another one now
+            return self.publish(weights, wait=wait, timeout=timeout, after=after)
         writer = self._writer
         acks = None if wait is None else _acks(wait)
         return writer.publish(weights, deadline_after(timeout, writer.timeout), acks, after)
@@ -313,7 +314,6 @@ class Update(_native.Scope):
         self._timeout = timeout
         self._seconds = 0.0  # spent at the entry
 
-    @disable
     def _enter(self) -> TensorDictBase:
         writer, started = self._writer, time.perf_counter()
         writer.check()
@@ -324,7 +324,6 @@ class Update(_native.Scope):
         self._seconds = time.perf_counter() - started
         return weights
 
-    @disable
     def _exit(self, failed: bool) -> None:
         writer = self._writer
         if writer.in_parent:
@@ -342,7 +341,6 @@ class Update(_native.Scope):
         finally:
             writer.lock.release(self)  # published: there is nothing left to recover
 
-    @disable
     def _recover(self) -> None:
         """Undo: publish nothing, and give the lock back. Safe at any moment, and twice."""
         writer = self._writer
@@ -350,6 +348,10 @@ class Update(_native.Scope):
             writer.updating_thread = None
             writer.undo()
             writer.lock.release(self)
+
+
+disable(Publisher, "publish")
+disable(Update, "_enter", "_exit", "_recover")
 
 
 def writer_of(publisher: Publisher) -> Writer:

@@ -17,10 +17,10 @@ from torch import nn
 from .. import _native
 from .._native import State
 from ..errors import ClosedError, Poisoned, ProtocolError, WriterBusy
-from ..memory.dynamo import skip
 from ..memory.manifest import Key
 from ..memory.segment import Handle
 from .bind.binding import ModuleCheck
+from .bind.compiled import skip
 from .bind.guard import bind
 from .bind.guarded_methods import GuardNames
 from .by_value import copy_by_value

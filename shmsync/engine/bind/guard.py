@@ -20,11 +20,12 @@ from torch import nn
 
 from ... import _native
 from ...errors import ProtocolError
-from ...memory.dynamo import disable, skip, with_dynamo
 from ..read.outputs import private
 from ..read.reading import ReadPath
+from ..source.leaf_check import is_a
 from ..source.wrappers import modules_in
 from .binding import Binding, ModuleCheck, bindable, bound_to, taken_over
+from .compiled import call, covers, disable, first_frames, skip
 from .guarded_methods import CALL, GuardNames, calls_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -171,7 +172,6 @@ class Cover(_native.Cover):
         """What a call of these arguments returned, made fit to outlive its section. Called inside it."""
         return private(out, self.aliases, (*args, *kwargs.values())) if self._clones else out
 
-    @disable
     def _look(self) -> None:
         """Warn, on the first call with gradients on, that they may come out wrong."""
         if self.path is not None and self.path.in_section:
@@ -187,13 +187,17 @@ class Cover(_native.Cover):
         )
 
 
+disable(Cover, "_look")
+
+
 class Guard(Proxy, _native.Guard):
     """Runs each call of one method in a section of a cover. It is native: it costs 0.2 µs, a nested one 0.1."""
 
     def __init__(self, module: nn.Module, name: str, cover: Cover) -> None:
         _native.Guard.__init__(self)
         super().__init__(module, name)
-        self._whole = isinstance(module, _compiled_types) or (name == CALL and self._own is not None)  # is it compiled?
+        self._whole = is_a(module, "torch._dynamo.eval_frame", "OptimizedModule")
+        self._whole |= name == CALL and self._own is not None  # is it compiled?
         plain = name == "forward" and not self._whole
         of_torch = plain and (getattr(self.inner, "__module__", None) or "").startswith("torch.")
         self.entered = functools.partial(call, self.inner) if of_torch else self.inner
@@ -205,19 +209,8 @@ class Guard(Proxy, _native.Guard):
         cover.guards.add(self)
         self.number = id(cover)  # which Dynamo can compare
         self.set_target(self.entered, cover)
-        self.cover.codes[id(self.entered)] = self._compiled_frames()
-        _cover_by_number[self.number] = cover
-
-    def _compiled_frames(self) -> set[Any]:
-        """The code of the frames that Dynamo may compile first when it compiles what the guard calls."""
-        if self.entered is not self.inner:
-            return {call.__code__}
-        if self._whole:
-            from torch._dynamo.external_utils import wrap_inline
-
-            # The frame in which Dynamo compiles what is no function of the user's, such as a module of torch.nn.
-            return {wrap_inline(len).__code__}
-        return {getattr(getattr(self.inner, "__func__", self.inner), "__code__", None)}
+        cover.codes[id(self.entered)] = first_frames(self.entered, self.inner, whole=self._whole)
+        covers[self.number] = cover
 
 
 class Hidden(Proxy):
@@ -278,49 +271,3 @@ def _remove(cover: Cover) -> None:
             standing = guard.module.__dict__.get(name)
             if isinstance(standing, (Hidden, Compiling)):
                 standing.remove()
-
-
-_compiled_types: tuple[type, ...] = ()  # what torch.compile() makes of a module, once Dynamo is imported
-
-_cover_by_number: weakref.WeakValueDictionary[int, Cover] = weakref.WeakValueDictionary()
-
-
-def call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `inner` from a frame that Dynamo compiles: it skips frames of torch.nn, such as Sequential's own forward."""
-    return inner(*args, **kwargs)
-
-
-def _in_compiled_code(self: Guard, *args: Any, **kwargs: Any) -> Any:
-    """What Dynamo compiles where compiled code calls a guard."""
-    if not _covered(self.number):
-        torch._dynamo.graph_break()  # back to Python, where a section can be entered
-    return self.inner(*args, **kwargs)
-
-
-def _covered(number: int) -> bool:
-    """Is the code that Dynamo compiles now a method that a guard of this cover has entered?
-
-    Then sections cover that code whenever it runs, and the guards that it calls have nothing to do. Dynamo asks while
-    it traces; the answer becomes part of the compiled code.
-    """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    cover = _cover_by_number.get(number)
-    try:
-        code = InstructionTranslator.current_tx().f_code
-    except AttributeError:  # another version of torch
-        return False
-    return cover is not None and code in cover.codes.get(id(cover.running), ())
-
-
-def _register() -> None:
-    global _compiled_types
-    from torch._dynamo.eval_frame import OptimizedModule
-
-    _compiled_types = (OptimizedModule,)
-    torch.compiler.assume_constant_result(_covered)
-    substitute: Any = torch.compiler.substitute_in_graph(_native.Guard.__call__, skip_signature_check=True)
-    substitute(_in_compiled_code)
-
-
-with_dynamo(_register)

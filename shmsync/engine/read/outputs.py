@@ -11,7 +11,6 @@ import torch
 from torch.distributions import Distribution, Transform
 
 from ...errors import ProtocolError
-from ...memory.dynamo import skip
 from ..source.leaf_check import is_tensordict
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ Test = Callable[[torch.Tensor], bool]
 _INVERSE = type(Transform().inv)
 
 
-@skip
 def private(out: Any, aliases: Test, given: tuple[Any, ...] = ()) -> Any:
     """`out` with a clone in place of each tensor in it that lies in the arena; itself if there is none.
 
@@ -67,7 +65,6 @@ def private(out: Any, aliases: Test, given: tuple[Any, ...] = ()) -> Any:
     return made
 
 
-@skip
 def _parts(out: Any) -> dict[Any, Any]:
     """The values inside a dict, a dataclass or a distribution, by key or by attribute; {} for anything else."""
     if isinstance(out, dict):  # and transformers' ModelOutput, whose attributes are its items
@@ -79,7 +76,6 @@ def _parts(out: Any) -> dict[Any, Any]:
     return {}
 
 
-@skip
 def _levels(out: TensorDictBase, aliases: Test, given: tuple[Any, ...]) -> TensorDictBase:
     lying = [(key, leaf) for key, leaf in out.items(True, True) if isinstance(leaf, torch.Tensor) and aliases(leaf)]
     if not lying:
@@ -88,3 +84,6 @@ def _levels(out: TensorDictBase, aliases: Test, given: tuple[Any, ...]) -> Tenso
     for key, leaf in lying:
         made.set(key, leaf.clone())
     return made
+
+
+FRAMES = (private, _parts, _levels)  # which Dynamo must not compile: bind/compiled.py

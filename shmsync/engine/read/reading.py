@@ -12,7 +12,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -34,7 +34,6 @@ from ...memory import attaching
 from ...memory.arena import Arena
 from ...memory.attaching import Attached, Release
 from ...memory.devices import Stream
-from ...memory.dynamo import disable, skip
 from ...memory.process import Peers, pid_of, stay_if_exiting
 from ...memory.segment import Handle
 from ..deadlines import (
@@ -60,11 +59,6 @@ _log = logging.getLogger("shmsync")
 _CONSISTENCIES = {each.name.lower(): each for each in Consistency}
 
 _TEARS_BEFORE_PIN = 3
-
-with suppress(ImportError):  # this torch does not say
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback
-
-    _native.tell_of_compiling(get_eval_frame_callback)
 
 
 class Follower(Protocol):
@@ -257,7 +251,6 @@ class ReadPath(_native.Reader):
             self._restarts,
         )  # fmt: skip
 
-    @skip
     def run(self, fn: Callable[..., T], *args: Any) -> tuple[T, int]:
         """What fn(*args) gives in one section that is not torn, views of the weights included, and its version."""
         if self._teller is not None and self._teller == threading.get_ident():  # in a function of on_version()
@@ -282,7 +275,6 @@ class ReadPath(_native.Reader):
             with self.read(timeout=Pinned(self.timeout)) as section:
                 return fn(*args), section.version
 
-    @skip
     def private(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What fn(*args, **kwargs) gives, made fit to outlive the section that this is called in."""
         return private(fn(*args, **kwargs), self.aliases, (*args, *kwargs.values()))
@@ -335,7 +327,8 @@ class ReadPath(_native.Reader):
             warnings.warn(f"Subscriber of {self.name!r} was not closed", ResourceWarning, stacklevel=2)
 
     # Hooks that the native Reader calls, with its lock held. It drops the pin and the lock if they raise. They may run
-    # below compiled code, and Dynamo must not compile them.
+    # below compiled code, and Dynamo must not compile them: bind/compiled.py tells it. The two with a second name are
+    # called by it, which costs 2 µs, where Dynamo compiles.
 
     def _enter_slowly(self, outcome: Enter, version: int | None, timeout: float | None) -> None:
         """Enter a section, or raise; waits while the gate is closed."""
@@ -437,13 +430,11 @@ class ReadPath(_native.Reader):
         if self.arena.on_device is not None:
             self._streams.append(self.arena.on_device.device.as_stream(stream))  # TypeError for what is none
 
-    @disable
     def _reads_end(self, call: HostCall | None) -> None:
         end_reads(self.arena, self.name, self._streams, call, self._look_up)
 
-    _enter_slow = disable(_enter_slowly)
+    _enter_slow = _enter_slowly
 
-    @disable
     def _checked_timeout(self, timeout: float) -> float:
         return check_timeout(timeout)
 
@@ -461,9 +452,8 @@ class ReadPath(_native.Reader):
             self._enter_slowly(Enter.GATED, None, Pinned(self.timeout))
         return self._moves != before
 
-    _refresh_slow = disable(_refresh_now)
+    _refresh_slow = _refresh_now
 
-    @disable
     def _look_for_successor(self) -> None:
         """At the entry of a section now and then: move on if the publisher was started again."""
         try:

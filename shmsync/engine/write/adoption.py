@@ -27,10 +27,10 @@ from ... import _native
 from ...errors import ManifestMismatch, ProtocolError
 from ...memory.arena import Arena, lies_in, mapped_ranges
 from ...memory.devices import assign
-from ...memory.dynamo import skip
 from ...memory.manifest import Key, layout_of
 from ...memory.torch_modes import copy_into, plainly, run_plainly
 from ..bind.binding import refuse_max_norm
+from ..bind.compiled import skip
 from ..bind.guard import Proxy
 from ..copy.copy_plan import CopyPlan, PlanCache
 from ..source.manifest_check import (
@@ -367,6 +367,7 @@ def _gate(
     optimizer: torch.optim.Optimizer, inside: Callable[[], bool], update: Callable[[], Any]
 ) -> Callable[[], None]:
     """Replace step() of this optimizer by one that runs in an update(); what gives the optimizer its own step back."""
+    _native.tell_dynamo()  # the next call may be compiled
     inner, had = optimizer.step, vars(optimizer).get("step")
 
     # Dynamo skips this frame and compiles the optimizer's own step below.

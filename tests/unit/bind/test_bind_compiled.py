@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import torch
 from torch import nn
 
@@ -20,3 +23,28 @@ def test_dynamo_compiles_the_forward_below_the_guard(bound):
     x = torch.randn(3, 4)
     assert torch.allclose(compiled(x), trainer(x))
     assert frames, "Dynamo left the module eager"
+
+
+BEFORE_DYNAMO = """
+import sys, torch, shmsync
+module, worker = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+with shmsync.Publisher(module) as pub, shmsync.Subscriber(pub.handle) as sub, torch.no_grad():
+    sub.bind(worker)
+    assert "torch._dynamo" not in sys.modules
+
+    @torch.compile(backend="eager")
+    def step(x):
+        module.weight.add_(1)
+        pub.publish()
+        return worker(x) + 1
+
+    x = torch.ones(1, 2)
+    for version in range(2, 6):
+        torch.testing.assert_close(step(x), module(x) + 1)
+        assert pub.version == version
+"""
+
+
+def test_dynamo_may_be_imported_after_the_handles_were_made():
+    done = subprocess.run([sys.executable, "-c", BEFORE_DYNAMO], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
