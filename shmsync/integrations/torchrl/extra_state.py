@@ -9,13 +9,12 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from ... import _native
 from ...engine.source.sources import EVERYTHING, collect
 from ...engine.source.wrappers import walk
 from ...memory.manifest import Key
@@ -32,21 +31,13 @@ _SMALLEST = 1024  # bytes of room
 States = dict[str, Any]  # what get_extra_state() returned, by the module's path
 
 
-class _Owners(NamedTuple):
-    """The modules with extra state in one module."""
-
-    found: list[tuple[str, weakref.ref[nn.Module]]]  # with their paths
-    seen: _native.Sources  # notices when submodules come, go or change hands
-
-
-# Searched for once: searching a large module costs more than publishing it.
-_owners: weakref.WeakKeyDictionary[nn.Module, _Owners] = weakref.WeakKeyDictionary()
+_stateless: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules without: a module is searched once
 
 
 def separate(weights: Any) -> tuple[Any, States | None]:
     """Split weights into what a Publisher takes and their extra state (None: there is none). Copies nothing."""
     if isinstance(weights, nn.Module):
-        states = {path: module.get_extra_state() for path, ref in _with_state(weights) if (module := ref()) is not None}
+        states = {path: module.get_extra_state() for path, module in _with_state(weights)}
         return weights, states or None
     if isinstance(weights, TensorDictBase):
         if LEAF not in weights.keys():  # noqa: SIM118  # a TensorDict iterates over its batch
@@ -126,21 +117,14 @@ def _plain(state: Any) -> Any:
     return state.flatten_keys(".").to_dict() if isinstance(state, TensorDictBase) else state
 
 
-def _with_state(module: nn.Module) -> list[tuple[str, weakref.ref[nn.Module]]]:
-    owners = _owners.get(module)
-    if owners is None or not owners.seen.revalidate():
-        watched = []
-        first: dict[nn.Module, str] = {}  # a shared one counts once
-        for path, child in submodules(module).items():
+def _with_state(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules with extra state in this one, each once, with their dotted paths."""
+    if module in _stateless:
+        return []
+    first: dict[nn.Module, str] = {}
+    for path, child in submodules(module).items():
+        if type(child).get_extra_state is not nn.Module.get_extra_state:
             first.setdefault(child, ".".join(path))
-        for child in module.modules():  # wrappers too: what they wrap may be replaced
-            if not isinstance(child, torch.jit.ScriptModule):
-                store = child.__dict__["_modules"]
-                watched += [(child.__dict__, [("_modules", store)], False), (store, list(store.items()), True)]
-        found = [
-            (path, weakref.ref(child))
-            for child, path in first.items()
-            if type(child).get_extra_state is not nn.Module.get_extra_state
-        ]
-        owners = _owners[module] = _Owners(found, _native.Sources(watched, []))
-    return owners.found
+    if not first:
+        _stateless.add(module)
+    return [(path, child) for child, path in first.items()]
