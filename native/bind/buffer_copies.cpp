@@ -48,6 +48,7 @@ class BufferCopies {
   bool renew(std::uintptr_t slot) {
     if (!plain_) return false;
     ops_.clear();
+    std::uint64_t total = 0;
     const std::int64_t* sizes = sizes_.data();
     for (const Entry& entry : entries_) {
       DLTensor t;
@@ -57,10 +58,9 @@ class BufferCopies {
       sizes += 2 * t.ndim;
       ops_.push_back({static_cast<std::byte*>(t.data) + t.byte_offset,
                       reinterpret_cast<const std::byte*>(slot) + entry.offset, entry.bytes});
-      total_ += entry.bytes;
+      total += entry.bytes;
     }
-    const unsigned threads = copying_threads(total_);
-    total_ = 0;
+    const unsigned threads = copying_threads(total);
     const WithoutGil released;
     copy(ops_.data(), ops_.size(), CopyPath::automatic, threads);
     return true;
@@ -74,7 +74,6 @@ class BufferCopies {
   std::vector<Entry> entries_;
   std::vector<std::int64_t> sizes_;  // and strides, one after the other
   std::vector<CopyOp> ops_;
-  std::uint64_t total_ = 0;
   bool plain_ = true;
 };
 

@@ -265,9 +265,6 @@ void bind_reader(nb::module_& m) {
           nb::sig(
               "def move_to_arena(self, control: Control, row: int, me: int, reads: DeviceReads | None = None) -> None"))
       .def_rw("follows", &Reader::follows, "Does it look for a publisher that was started again?")
-      .def_rw("copies_apart", &Reader::copies_apart,
-              "Do private copies lie on a device that the arena does not lie on?")
-      .def_rw("copies_pending", &Reader::copies_pending, "May a device still renew private copies?")
       .def_rw("publisher_lost", &Reader::publisher_lost, "It follows, and its publisher is gone.")
       .def(
           "try_enter",

@@ -1,10 +1,9 @@
 // ReadSide for Python: the lock around sections, and nesting.
 //
 // The common path (nothing new, the gate is open) runs here. All else goes to Python, through hooks of the subclass:
-// _enter_slowly(outcome, version, timeout), _refresh_now(), _look_for_successor() for one that follows, _use_copies()
-// at the entry of a section whose private copies a device may still renew, _reads_end() and _copies_read() at the end
-// of a section that a device works for. Below code that Dynamo compiles it calls _enter_slow() and _refresh_slow(),
-// which keep it out. read() hands a timeout that is no float, or is none, to _checked_timeout().
+// _enter_slowly(outcome, version, timeout), _refresh_now(), _look_for_successor() for one that follows, and
+// _reads_end() at the end of a section that a device works for. Below code that Dynamo compiles it calls _enter_slow()
+// and _refresh_slow(), which keep it out. read() hands a timeout that is no float, or is none, to _checked_timeout().
 //
 // INV: when a hook raises, or a signal interrupts it anywhere, a pin that became no section is dropped and the lock is
 //      given back. So taking and giving back are both C++: Python can be interrupted between any two lines.
@@ -93,10 +92,6 @@ class Reader {
           call_method(self, hook, nb::cast(outcome), version, timeout);
         }
       }
-      if (copies_pending) {
-        const Entering mark(entering);
-        call_method(self, "_use_copies");
-      }
       thread_versions.use(version_of(side->held()));
       ++depth;
     } catch (...) {
@@ -119,7 +114,6 @@ class Reader {
     std::optional<nb::python_error> error;
     try {
       const Entering mark(entering);
-      if (copies_apart) insist(error, [&] { call_method(self, "_copies_read"); });
       if (side->device()) tell_device(self, error);
     } catch (...) {  // no memory
       side->leave();
@@ -278,8 +272,8 @@ class Reader {
     }
   }
 
-  // Retries a hook in which a signal's handler raises. A hook that is left half done would hold a slot forever, or let
-  // a private copy be overwritten while it is still read. Hooks may be called again. The first error is kept.
+  // Retries a hook in which a signal's handler raises. A hook that is left half done would hold a slot forever. Hooks
+  // may be called again. The first error is kept.
   template <class Hook>
   static void insist(std::optional<nb::python_error>& error, Hook hook) {
     constexpr int kTries = 100;
@@ -353,8 +347,6 @@ class Reader {
   bool follows = false;
   bool publisher_lost = false;  // follows, and its publisher is gone
   bool entering = false;        // a hook is at work
-  bool copies_apart = false;    // private copies lie on a device that the arena does not lie on
-  bool copies_pending = false;  // a device may still renew private copies: a section orders its stream behind that
   bool closed = false;
 };
 

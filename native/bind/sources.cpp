@@ -1,11 +1,11 @@
 #include "sources.hpp"
 
-#include <nanobind/stl/pair.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <tuple>
+#include <utility>
 
 #include "gil.hpp"
 
@@ -111,99 +111,10 @@ bool surely_plain(PyObject* tensor) {
   return holds(tensor, static_cast<const std::byte*>(t.data) + t.byte_offset, extent(t) * t.bits / 8);
 }
 
-Sources::Sources(nb::list guards, nb::list leaves) {
-  const TorchFunctionOff off;
-  for (nb::handle item : guards) {
-    Guard guard{nb::cast<nb::dict>(item[0]), {}, nb::cast<bool>(item[2])};
-    for (nb::handle entry : item[1]) guard.entries.push_back({nb::object(entry[0]), nb::object(entry[1])});
-    guards_.push_back(std::move(guard));
-  }
-  for (nb::handle item : leaves) {
-    Leaf leaf{nb::object(item[0]),
-              Py_TYPE(item[0].ptr()),
-              nullptr,
-              nb::cast<std::size_t>(item[1]),
-              nb::cast<std::size_t>(item[2]),
-              0,
-              0,
-              0,
-              0,
-              {},
-              false};
-    DLTensor t;
-    if (describe(leaf.tensor.ptr(), t)) {
-      leaf.lazy = leaf.bytes == 0 && is_lazy(leaf.tensor, t.code);
-      leaf.code = t.code;
-      leaf.bits = t.bits;
-      leaf.place = place_of(t);
-      leaf.first_size = static_cast<std::uint32_t>(sizes_.size());
-      leaf.dimensions = static_cast<std::uint32_t>(t.ndim);
-      sizes_.insert(sizes_.end(), t.shape, t.shape + t.ndim);
-      sizes_.insert(sizes_.end(), t.strides, t.strides + t.ndim);
-      leaf.address = static_cast<const std::byte*>(t.data) + t.byte_offset;
-    } else if (leaf.bytes != 0) {
-      leaf.address = reinterpret_cast<const std::byte*>(nb::cast<std::uintptr_t>(leaf.tensor.attr("data_ptr")()));
-    }
-    bytes_ += leaf.bytes;
-    leaves_.push_back(std::move(leaf));
-  }
-  ops_.resize(leaves_.size());
-}
-
 unsigned copying_threads(std::uint64_t bytes) {
   if (bytes < kShareAbove) return 1;
   static const nb::handle get_num_threads = nb::object(nb::module_::import_("torch").attr("get_num_threads")).release();
   return nb::cast<unsigned>(get_num_threads());
-}
-
-bool Sources::unchanged(const Guard& guard) {
-  PyObject* dict = guard.dict.ptr();
-  if (!guard.whole) {
-    for (const Entry& entry : guard.entries)
-      if (PyDict_GetItem(dict, entry.key.ptr()) != entry.value.ptr()) return false;
-    return true;
-  }
-  // Walking is several times cheaper than looking up. An order that changed only means a new plan.
-  PyObject *key, *value;
-  Py_ssize_t at = 0;
-  for (const Entry& entry : guard.entries)
-    if (!PyDict_Next(dict, &at, &key, &value) || key != entry.key.ptr() || value != entry.value.ptr()) return false;
-  return !PyDict_Next(dict, &at, &key, &value);
-}
-
-bool Sources::unchanged(Leaf& leaf) {
-  if (Py_TYPE(leaf.tensor.ptr()) != leaf.type) return false;
-  DLTensor t;
-  if (!describe(leaf.tensor.ptr(), t)) return false;
-  if (place_of(t) != leaf.place || t.code != leaf.code || t.bits != leaf.bits ||
-      static_cast<std::uint32_t>(t.ndim) != leaf.dimensions ||
-      !std::equal(t.shape, t.shape + t.ndim, sizes_.begin() + leaf.first_size) ||
-      !same_order(t, sizes_.data() + leaf.first_size + leaf.dimensions))
-    return false;
-  const std::byte* address = static_cast<const std::byte*>(t.data) + t.byte_offset;
-  // Also at the same address: `p.data = x` may put a lazy view of the same memory there, and a storage that was given
-  // back and made smaller may have been given the same place.
-  if (is_lazy(leaf.tensor, t.code) != leaf.lazy || !holds(leaf.tensor, address, extent(t) * t.bits / 8)) return false;
-  if (address != leaf.address && leaf.bytes == 0) return false;
-  moved_ |= address != leaf.address;
-  leaf.address = address;
-  return true;
-}
-
-bool Sources::revalidate() {
-  moved_ = false;
-  if (!std::all_of(guards_.begin(), guards_.end(), [](const Guard& guard) { return unchanged(guard); })) return false;
-  if (leaves_.empty()) return true;
-  const TorchFunctionOff off;
-  return std::all_of(leaves_.begin(), leaves_.end(), [this](Leaf& leaf) { return unchanged(leaf); });
-}
-
-void Sources::copy_to(std::uintptr_t slot) {
-  for (std::size_t i = 0; i < leaves_.size(); ++i)
-    ops_[i] = {reinterpret_cast<std::byte*>(slot) + leaves_[i].offset, leaves_[i].address, leaves_[i].bytes};
-  const unsigned threads = copying_threads(bytes_);
-  const WithoutGil released;
-  copy(ops_.data(), ops_.size(), CopyPath::automatic, threads);
 }
 
 namespace {
@@ -249,12 +160,6 @@ void bind_sources(nb::module_& m) {
         copy(ops.data(), ops.size(), CopyPath::automatic, threads);
       },
       "table"_a, "Copy each (destination, source, bytes); the GIL is released.");
-  nb::class_<Sources>(m, "Sources", "A prepared table of source tensors.")
-      .def(nb::init<nb::list, nb::list>(), "guards"_a, "leaves"_a,
-           nb::sig("def __init__(self, guards: list, leaves: list) -> None"))
-      .def("revalidate", &Sources::revalidate)
-      .def_prop_ro("moved", &Sources::moved)
-      .def("copy_to", &Sources::copy_to, "slot"_a, "Copy every leaf to its offset from the address `slot`.");
 }
 
 }  // namespace shmsync::bind

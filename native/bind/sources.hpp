@@ -2,13 +2,14 @@
 //
 // describe() reads address, dtype and shape from torch's exchange table in 50 ns. is_lazy() and holds() ask the tensor
 // for what that table does not show. SourcePlan (source_plan.cpp) finds the tensors of a published source again by
-// these; BufferCopies (buffer_copies.cpp) renews a module's buffers; Sources, below, is a flat table of tensors, which
-// is checked again on every call.
+// these; BufferCopies (buffer_copies.cpp) renews a module's buffers.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "shmsync/copy.hpp"
@@ -78,51 +79,5 @@ bool holds(nanobind::handle tensor, const std::byte* address, std::size_t bytes)
 unsigned copying_threads(std::uint64_t bytes);
 
 using Ranges = std::vector<std::pair<std::uintptr_t, std::uintptr_t>>;  // of addresses, [begin, end)
-
-class Sources {
- public:
-  // guards: [(dict, [(key, value), ...], whole), ...]: the dicts in which the leaves were found, and what they held.
-  // `whole`: the dict may hold nothing else.
-  // leaves: [(tensor, offset in the slot, bytes), ...], dense, plain bytes in the order that the slot has. With 0 bytes
-  // a tensor of any kind, which is only compared with what it was.
-  Sources(nanobind::list guards, nanobind::list leaves);
-
-  // True when every dict still holds the same objects in the same order and every tensor still has the type, place,
-  // dtype, shape and memory order that it was checked with. Addresses of bytes that are copied may have moved, to
-  // memory that holds the tensor: they are read again, and moved() is true.
-  bool revalidate();
-  bool moved() const { return moved_; }
-  void copy_to(std::uintptr_t slot);
-
- private:
-  struct Leaf {
-    nanobind::object tensor;
-    PyTypeObject* type;  // swap_tensors() puts another tensor into the same object, and its type with it
-    const std::byte* address;
-    std::size_t offset;
-    std::size_t bytes;
-    std::uint8_t code, bits;
-    std::uint32_t first_size, dimensions;  // its shape, in sizes_, and its strides behind it
-    Place place;
-    bool lazy;  // of one that is only compared: is it conjugated or negated lazily?
-  };
-  struct Entry {
-    nanobind::object key, value;
-  };
-  struct Guard {
-    nanobind::dict dict;
-    std::vector<Entry> entries;
-    bool whole;
-  };
-  static bool unchanged(const Guard& guard);
-  bool unchanged(Leaf& leaf);
-
-  std::vector<Guard> guards_;
-  std::vector<Leaf> leaves_;
-  std::vector<std::int64_t> sizes_;  // and strides of all leaves, one after the other: saves each a cold cache line
-  std::vector<CopyOp> ops_;
-  bool moved_ = false;
-  std::uint64_t bytes_ = 0;
-};
 
 }  // namespace shmsync::bind

@@ -365,7 +365,7 @@ class ModuleCheck:
         given = {**others, **tensors, **proxies}
         problems = mismatches(given, arena, partial=False, any_device=True, source_is="module")
         if not self.copies:
-            problems += [f"{each}; move it there, or use bind_copies()" for each in elsewhere(tensors, arena)]
+            problems += [f"{each}; move it there" for each in elsewhere(tensors, arena)]
         problems = problems or tied_apart(tensors, arena, "module")
         if problems:
             cure = dtype_cure(given, arena, problems)

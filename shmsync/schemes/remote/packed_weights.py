@@ -92,14 +92,14 @@ class Packer:
 
 
 def _copy(tensors: Leaves, manifest: Manifest, buffer: torch.Tensor) -> None:
-    rows = []
+    rows, kept = [], []
     for leaf in {leaf.offset: leaf for leaf in manifest.leaves if leaf.nbytes}.values():
         source = tensors[leaf.key]
         if not direct(source, leaf):
             source = laid_out(source.detach().cpu().resolve_conj().resolve_neg(), leaf.strides)
-        rows.append((source, buffer.data_ptr() + leaf.offset, leaf.nbytes))
-    if rows:
-        _native.Sources([], rows).copy_to(0)  # each to a separate address
+        kept.append(source)  # until it is copied
+        rows.append((buffer.data_ptr() + leaf.offset, source.data_ptr(), leaf.nbytes))
+    _native.copy(rows)
 
 
 def _kind(weights: Any) -> Kind:
