@@ -6,7 +6,6 @@
 #include <memory>
 
 #include "control.hpp"
-#include "shmsync/device_commit.hpp"
 #include "shmsync/device_reads.hpp"
 #include "shmsync/later.hpp"
 

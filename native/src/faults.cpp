@@ -28,12 +28,8 @@ constexpr std::size_t kRanges = 4096;
 Range g_ranges[kRanges];
 std::mutex g_lock;  // of those who add and remove ranges
 
-struct Signal {
-  int number;
-  struct sigaction before;      // the handler to go on to
-  std::atomic<bool> installed;  // `before` is known
-};
-Signal g_signals[] = {{SIGSEGV, {}, false}, {SIGBUS, {}, false}};
+struct sigaction g_before = {};         // the handler to go on to
+std::atomic<bool> g_installed{false};   // it is known
 std::atomic<std::uintptr_t> g_said{0};  // the address of the last line: a handler that returns brings its fault again
 
 const Range* find(std::uintptr_t address) {
@@ -87,86 +83,74 @@ class Line {
   std::size_t length_ = 0;
 };
 
-void say(int number, const Range& range) {
+void say(const Range& range) {
   Line line;
-  const std::string_view name(range.name.data());
-  if (number == SIGBUS)
-    line << "shmsync: a page of the weights of arena '" << name
-         << "' could not be had (SIGBUS): the machine is out of memory, or its memory is faulty\n";
-  else
-    line << "shmsync: a write into the weights of arena '" << name
-         << "', which are read-only in this process, ends it (SIGSEGV). Change weights in the trainer, by publish() or "
-            "inside update(); or change a private copy: sub.snapshot(), tensor.clone(), copy.deepcopy(module)\n";
+  line << "shmsync: a write into the weights of arena '" << std::string_view(range.name.data())
+       << "', which are read-only in this process, ends it (SIGSEGV). Change weights in the trainer, by publish() or "
+          "inside update(); or change a private copy: sub.snapshot(), tensor.clone(), copy.deepcopy(module)\n";
   line.write_to(STDERR_FILENO);
 }
 
-Signal* signal_of(int number) {
-  for (Signal& signal : g_signals)
-    if (signal.number == number) return &signal;
-  return nullptr;
-}
-
-void set_default(int number) {
+void set_default() {
   struct sigaction action = {};
   action.sa_handler = SIG_DFL;
-  sigaction(number, &action, nullptr);
+  sigaction(SIGSEGV, &action, nullptr);
 }
 
 // As if the handler that was there before had been called by the kernel.
-void pass_on(int number, siginfo_t* info, void* context) {
-  const Signal* signal = signal_of(number);
+void pass_on(siginfo_t* info, void* context) {
   struct sigaction before = {};
   before.sa_handler = SIG_DFL;
-  if (signal != nullptr && signal->installed.load(std::memory_order_acquire)) before = signal->before;
+  if (g_installed.load(std::memory_order_acquire)) before = g_before;
   const bool real = info->si_code > 0;
   if (!(before.sa_flags & SA_SIGINFO) && (before.sa_handler == SIG_DFL || before.sa_handler == SIG_IGN)) {
     if (before.sa_handler == SIG_IGN && !real) return;
-    set_default(number);
+    set_default();
     // A real fault comes again when the instruction is repeated, and ends the process as it would have: the kernel
     // lets no thread ignore it. A signal that was sent does not come again unless it is sent again.
-    if (!real) syscall(SYS_rt_tgsigqueueinfo, getpid(), static_cast<pid_t>(syscall(SYS_gettid)), number, info);
+    if (!real) syscall(SYS_rt_tgsigqueueinfo, getpid(), static_cast<pid_t>(syscall(SYS_gettid)), SIGSEGV, info);
     return;
   }
   sigset_t mask = static_cast<ucontext_t*>(context)->uc_sigmask;  // and our return gives this one back
   for (int each = 1; each < NSIG; ++each)
     if (sigismember(&before.sa_mask, each) == 1) sigaddset(&mask, each);
-  if (!(before.sa_flags & SA_NODEFER)) sigaddset(&mask, number);
+  if (!(before.sa_flags & SA_NODEFER)) sigaddset(&mask, SIGSEGV);
   pthread_sigmask(SIG_SETMASK, &mask, nullptr);
-  if (before.sa_flags & SA_RESETHAND) set_default(number);
+  if (before.sa_flags & SA_RESETHAND) set_default();
   if (before.sa_flags & SA_SIGINFO)
-    before.sa_sigaction(number, info, context);
+    before.sa_sigaction(SIGSEGV, info, context);
   else
-    before.sa_handler(number);
+    before.sa_handler(SIGSEGV);
 }
 
-void on_fault(int number, siginfo_t* info, void* context) {
+void on_fault(int, siginfo_t* info, void* context) {
   const int error = errno;
   const auto address = address_of(*info, context);
   if (address != 0 && g_said.load(std::memory_order_relaxed) != address)
     if (const Range* range = find(address))
-      if (g_said.exchange(address, std::memory_order_relaxed) != address) say(number, *range);
+      if (g_said.exchange(address, std::memory_order_relaxed) != address) say(*range);
   errno = error;
-  pass_on(number, info, context);
+  pass_on(info, context);
 }
 
 // Only the default handler may be replaced later: a handler that came after ours may go on to ours, and a circle of
 // handlers would never end.
-void install(Signal& signal) {
+void install() {
   struct sigaction now = {};
-  if (sigaction(signal.number, nullptr, &now) != 0) return;
+  if (sigaction(SIGSEGV, nullptr, &now) != 0) return;
   const bool ours = (now.sa_flags & SA_SIGINFO) && now.sa_sigaction == on_fault;
   const bool none = !(now.sa_flags & SA_SIGINFO) && now.sa_handler == SIG_DFL;
-  if (ours || (signal.installed.load(std::memory_order_relaxed) && !none)) return;
-  signal.installed.store(false, std::memory_order_release);
-  signal.before = now;
-  signal.installed.store(true, std::memory_order_release);
+  if (ours || (g_installed.load(std::memory_order_relaxed) && !none)) return;
+  g_installed.store(false, std::memory_order_release);
+  g_before = now;
+  g_installed.store(true, std::memory_order_release);
   struct sigaction action = {};
   action.sa_sigaction = on_fault;
   sigemptyset(&action.sa_mask);
   // On the stack on which the handler before would have run. Without one, on the alternative stack if there is one:
   // the stack may be what has overflowed.
   action.sa_flags = SA_SIGINFO | SA_NODEFER | (none ? SA_ONSTACK : now.sa_flags & (SA_ONSTACK | SA_RESTART));
-  sigaction(signal.number, &action, nullptr);
+  sigaction(SIGSEGV, &action, nullptr);
 }
 
 }  // namespace
@@ -180,7 +164,7 @@ bool watch_faults(std::uintptr_t begin, std::size_t bytes, std::string_view name
     std::memcpy(range.name.data(), name.data(), length);
     range.name[length] = '\0';
     range.begin.store(begin, std::memory_order_release);
-    for (Signal& signal : g_signals) install(signal);
+    install();
     return true;
   }
   return false;

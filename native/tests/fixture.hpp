@@ -6,7 +6,6 @@
 #include <memory>
 #include <vector>
 
-#include "shmsync/device_commit.hpp"
 #include "shmsync/device_reads.hpp"
 #include "shmsync/publication.hpp"
 #include "shmsync/read_side.hpp"

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "shmsync/later.hpp"
+#include "shmsync/publication.hpp"
 #include "shmsync/read_side.hpp"
 
 namespace shmsync {
@@ -44,5 +45,9 @@ class DeviceReads : public std::enable_shared_from_this<DeviceReads> {
   std::uint64_t due_ = 0;  // packed `current` to ack; 0: none
   Word32 ended_{0};        // how often; wait() sleeps on it
 };
+
+// The commit that a device makes, behind the copies of a version. While it is pending no other code may call the
+// writer, which lives longer.
+std::shared_ptr<Later> commit_later(PublicationWriter& writer);
 
 }  // namespace shmsync

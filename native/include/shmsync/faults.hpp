@@ -7,8 +7,8 @@
 
 namespace shmsync {
 
-// A fault in [begin, begin + bytes) is one in the memory of arena `name` from now on. The first call puts handlers of
-// SIGSEGV and SIGBUS in front of those that are there. Returns false, and watches nothing, when there is no room.
+// A fault in [begin, begin + bytes) is one in the memory of arena `name` from now on. The first call puts a handler of
+// SIGSEGV in front of the one that is there. Returns false, and watches nothing, when there is no room.
 bool watch_faults(std::uintptr_t begin, std::size_t bytes, std::string_view name);
 
 // The range that starts there is not watched any more. Call it before the memory is unmapped.
