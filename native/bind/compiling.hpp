@@ -19,8 +19,7 @@ inline nb::handle
 // Call it before Python code of ours runs. True: Dynamo was told in this call.
 inline bool tell_dynamo() {
   if (!g_register.is_valid()) return false;
-  static PyObject* const name = PyUnicode_InternFromString("torch._dynamo");
-  if (PyDict_GetItemWithError(PyImport_GetModuleDict(), name) == nullptr) {
+  if (PyDict_GetItemWithError(PyImport_GetModuleDict(), interned("torch._dynamo")) == nullptr) {
     if (PyErr_Occurred()) throw nb::python_error();
     return false;
   }

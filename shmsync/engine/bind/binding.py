@@ -8,7 +8,6 @@ Parameters that a worker replaces one by one are not noticed (docs/limits.md).
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import nullcontext
@@ -17,6 +16,7 @@ from dataclasses import KW_ONLY, dataclass, field
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from ... import _native
 from ...errors import ManifestMismatch, ProtocolError
@@ -172,8 +172,7 @@ class Binding:
         if self.copied or self._empty:
             self._renew_copies(slot)
         torch.clear_autocast_cache()  # what was computed from the version before
-        if (parametrize := sys.modules.get("torch.nn.utils.parametrize")) is not None:
-            parametrize._cache.clear()
+        parametrize._cache.clear()
         return True
 
     def _renew_copies(self, slot: int) -> None:
