@@ -138,6 +138,14 @@ def unlink(name: str, segment: os.stat_result) -> None:
             os.unlink(FOLDER + PREFIX + name)
 
 
+def replace(new: str, name: str, segment: os.stat_result) -> bool:
+    """Let the name stand for the segment of the name `new`, which goes. False: it stands for another one than this."""
+    if not stands_for(name, segment):
+        return False
+    os.rename(FOLDER + PREFIX + new, FOLDER + PREFIX + name)
+    return True
+
+
 def locked(fd: int) -> bool:
     """Is the segment's creator still at work? It holds the lock until the segment is ready, or it dies."""
     try:

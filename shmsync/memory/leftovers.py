@@ -20,7 +20,9 @@ import os
 import re
 import secrets
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 from .. import _native
 from ..errors import ArenaCorrupt, ArenaExists, ArenaNotFound, ShmSyncError
@@ -54,15 +56,23 @@ def _listed() -> list[str]:
     return [name for name in entries if NAME.fullmatch(name)]  # others are no arenas, and could fool a terminal
 
 
-def sweep(name: str) -> int | None:
-    """Remove the segment if its owner is dead.
+class Dead(NamedTuple):
+    """The segment of a dead publisher."""
 
-    Returns the number of the last version in it, 0 if it has none; None when there is no segment of this name.
+    version: int  # the last one in it; 0: it has none
+    inode: os.stat_result
+
+
+@contextmanager
+def taken(name: str) -> Iterator[Dead | None]:
+    """The segment of this name, which no other process removes or replaces meanwhile; None when there is none.
+
     Raises ArenaExists, which says who has it; NoSpace and ArenaNotFound (another user's) when that cannot be found out.
     """
     with refusals(f"sweeping arena {name!r}"), opened(name) as fd:
         if fd is None:
-            return None
+            yield None
+            return
         _refuse_live(name, fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,10 +82,20 @@ def sweep(name: str) -> int | None:
                 raise ArenaExists(_whose(header)) from None
             raise ArenaExists("another process is making or removing it") from None
         _refuse_live(name, fd)
-        version = _last_version(name, fd)
-        _header.unlink(name, os.fstat(fd))
+        yield Dead(_last_version(name, fd), os.fstat(fd))
+
+
+def sweep(name: str) -> int | None:
+    """Remove the segment if its owner is dead. Returns the number of the last version in it; None: there is none.
+
+    Raises what taken() raises.
+    """
+    with taken(name) as dead:
+        if dead is None:
+            return None
+        _header.unlink(name, dead.inode)
         _log.info("arena %r: its publisher is dead, and what it left was removed", name)
-        return version
+        return dead.version
 
 
 def _last_version(name: str, fd: int) -> int:

@@ -15,7 +15,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,10 +30,11 @@ from .header import (
     check_readable,
     locked,
     opened,
+    replace,
     stands_for,
     unlink,
 )
-from .leftovers import sweep, sweep_some
+from .leftovers import new_name, sweep_some, taken
 from .process import Peer, close, close_in_children, hold_for_life, me, pid_of
 
 T = TypeVar("T")
@@ -93,43 +94,61 @@ def check_name(name: str) -> str:
 
 
 def create(name: str, size: int, **header: Any) -> Created:
-    """Make the segment of an arena; sweeps what dead publishers left. Raises ArenaExists, NoSpace."""
+    """Make the segment of an arena; sweeps what dead publishers left. Raises ArenaExists, NoSpace.
+
+    That of a dead publisher of this name is replaced in one step, so that the number of its last version is never lost.
+    """
     sweep_some()
-    follows = 0
     for _ in range(100):
         fd = _make(name)
-        if fd is None:
+        if fd is not None:
+            created = _created(name, fd, size, follows=0, **header)
+            if created is not None:
+                return created
+            continue
+        with ExitStack() as hold:
             try:
-                follows = sweep(name) or follows
+                dead = hold.enter_context(taken(name))
             except (ArenaExists, ArenaNotFound) as error:
                 raise ArenaExists(f"the name of arena {name!r} is taken: {error}, or use another name") from error
-            continue
-        lock = -1
-        try:
-            lock = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)  # a description that nothing maps
-            # A process that took it for a leftover has the lock for a moment.
-            ours = _take_lock(lock, time.monotonic() + _LOCK_WAIT)
-            inode = os.fstat(fd)
-            if ours and stands_for(name, inode):  # else a sweeper locked and removed it between our two calls
-                hold_for_life(lock)
-                _allocate(fd, size)
-                control = _native.Control.create(fd=fd, follows=follows, **header)
-                created = Created(control, inode, follows, lock)
-                lock = -1
-                return created
-        except BaseException:
-            withdraw(name, os.fstat(fd))
-            raise
-        finally:
-            close(fd)
-            if lock >= 0:
-                close(lock)
-        if not ours:  # the name is left to the holder of the lock, and to later sweeps
-            raise ArenaExists(
-                f"arena {name!r} is being removed by another process, which has stood still for {_LOCK_WAIT:g} s; "
-                "use another name, or let that process go on or end it"
-            )
+            beside = new_name()
+            if dead is not None and (fd := _make(beside)) is not None:
+                created = _created(beside, fd, size, follows=dead.version, **header)
+                if created is not None and replace(beside, name, dead.inode):
+                    return created
+                if created is not None:
+                    withdraw(beside, created.inode)
+                    created.unlock()
     raise ArenaExists(f"arena {name!r} is created and swept over and over by other processes; use another name")
+
+
+def _created(name: str, fd: int, size: int, **header: Any) -> Created | None:
+    """Fill a new segment of this name, and lock it; None: another process has removed it. Closes `fd`."""
+    lock = -1
+    try:
+        lock = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)  # a description that nothing maps
+        # A process that took it for a leftover has the lock for a moment.
+        ours = _take_lock(lock, time.monotonic() + _LOCK_WAIT)
+        inode = os.fstat(fd)
+        if ours and stands_for(name, inode):  # else a sweeper locked and removed it between our two calls
+            hold_for_life(lock)
+            _allocate(fd, size)
+            created = Created(_native.Control.create(fd=fd, **header), inode, header["follows"], lock)
+            lock = -1
+            return created
+    except BaseException:
+        withdraw(name, os.fstat(fd))
+        raise
+    finally:
+        close(fd)
+        if lock >= 0:
+            close(lock)
+    if not ours:  # the name is left to the holder of the lock, and to later sweeps
+        raise ArenaExists(
+            f"arena {name!r} is being removed by another process, which has stood still for {_LOCK_WAIT:g} s; "
+            "use another name, or let that process go on or end it"
+        )
+    return None
 
 
 def session_of(name: str) -> bytes | None:

@@ -8,6 +8,7 @@ from math import inf as for_ever
 import pytest
 
 import shmsync
+from shmsync.memory import leftovers
 from support.calls import outcome
 from support.faults.failpoints import SLOTS, half_written, in_place
 from support.jobs.engine import attach, close_publisher, enter, open_arena, publish, read
@@ -194,6 +195,20 @@ def test_a_creation(start, name, hold, point, slots, consistency):
     handle = held.result()
     with shmsync.Subscriber(handle, consistency=consistency) as sub:
         assert seen(sub, consistency, for_ever) == 1
+
+
+@pytest.mark.parametrize("point", CREATION)
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("action", ["kill"])
+def test_numbers_go_on_where_a_creation_under_a_dead_name_is_killed(start, name, hold, point, slots):
+    first, second = start(2)
+    first.call(open_arena, 3, name=name, slots=slots)
+    first.kill()
+    hold(second, point).run(open_arena, name=name, slots=slots, first_version=None)
+    with shmsync.Publisher(stamped(9), name=name, slots=slots) as pub:
+        assert pub.version == (5 if point.startswith("ready") else 4)  # ready: version 4 was written
+    leftovers.sweep_some(for_ever)
+    assert not segment_path(name).exists() and not segments(second.pid)
 
 
 @pytest.mark.parametrize("point", ["reap.owner", "release.pin"])
