@@ -193,18 +193,6 @@ class Peer:
         return any(events & select.POLLIN for _, events in poll(poller, int(seconds * 1000)))
 
     @property
-    def finished(self) -> bool:
-        """Did it exit with code 0? Only a multiprocessing.Process can tell; False without one."""
-        if self._process is None or not self.dead or self._replaced:  # the other program may run for long
-            return False
-        try:
-            # A fork server reports the exit code a moment after the death. The caller's deadline may be over already.
-            self._process.join(0.08)
-        except (ValueError, OSError):  # its close() was called; or the system had no memory for the wait
-            return False
-        return self._exit_code == 0
-
-    @property
     def _exit_code(self) -> int | None:
         try:
             return getattr(self._process, "exitcode", None)
