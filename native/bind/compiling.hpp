@@ -6,6 +6,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include <utility>
+
 #include "gil.hpp"
 
 namespace shmsync::bind {
@@ -19,7 +21,10 @@ inline nb::handle
 // Call it before Python code of ours runs. True: Dynamo was told in this call.
 inline bool tell_dynamo() {
   if (!g_register.is_valid()) return false;
-  if (PyDict_GetItemWithError(PyImport_GetModuleDict(), interned("torch._dynamo")) == nullptr) {
+  static Py_ssize_t count = 0;  // of modules at the last look: Dynamo brings hundreds
+  PyObject* const modules = PyImport_GetModuleDict();
+  if (std::exchange(count, PyDict_Size(modules)) == PyDict_Size(modules)) return false;
+  if (PyDict_GetItemWithError(modules, interned("torch._dynamo")) == nullptr) {
     if (PyErr_Occurred()) throw nb::python_error();
     return false;
   }
