@@ -142,8 +142,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             self._subscriptions.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Weights and workers stay here: the copy is for a worker.
-        state = {**super().__getstate__(), "policy_weights": {}}
+        # Workers stay here. Of the weights only those go along that the user registered: the others are sent.
+        state = {**super().__getstate__(), "policy_weights": dict(self._arenas.registered)}
         return {name: value for name, value in state.items() if name not in ("_arenas", "_links", "_subscriptions")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
