@@ -225,7 +225,7 @@ class PipeReceiver(WeightReceiver):
         return bool(receiver._ready())
 
     def _handle(self, message: Message) -> Exception | None:
-        """Do what a message says, and answer it; what weights failed with. (A registration fails again with them.)"""
+        """Do what a message says, and answer it; what weights failed with: a registration fails again with them."""
         word = messages.UPDATED if message.kind == messages.UPDATE else messages.REGISTERED
         try:
             self._use(message)
