@@ -120,24 +120,11 @@ litmus:
 wheel:
 	PYTHON=$(PYTHON) bash tools/wheel.sh
 
-# All figures in one table, in at most ten minutes; ARGS=--docs puts it into docs/performance.md and README.md.
-# BENCH = table, calls, growth, engine, sources, schemes, collectors, torchrl, distributed, peers or gpu.
+# The figures of the docs in one table, in at most five minutes; ARGS=--docs puts it into docs/performance.md and README.md.
+# BENCH = table, calls, peers, distributed or gpu.
 BENCH ?= table
 bench: $(STAMP)
 	cd / && $(abspath $(BIN))/python $(abspath bench/$(BENCH).py) --out $(abspath bench-results) $(ARGS)
-
-# Peers that other packages do not want beside them, each in a folder that its processes alone have on their path. The
-# contest runs without one that cannot be installed, and says so.
-PEERS := $(addprefix $(VENV)/peers/,iceoryx2 sample-factory)
-PACKAGES_iceoryx2 := -c constraints.txt 'iceoryx2~=0.10.0'
-PACKAGES_sample-factory := --no-deps 'sample-factory~=2.1.1' 'signal-slot-mp<2' faster-fifo 'gymnasium<1' 'numpy<2' colorlog
-ifeq ($(BENCH),peers)
-bench: | $(PEERS)
-endif
-
-$(PEERS): | $(STAMP)
-	rm -rf $@.new
-	$(BIN)/pip install -q --target $@.new $(PACKAGES_$(notdir $@)) && mv $@.new $@ || rm -rf $@.new
 
 $(VENV)/.tools: constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,114 +1,348 @@
-"""One publication beside what people use today, from its start until all workers have computed with the new weights.
+"""An update of 4 workers beside what people use today, from its start until all have computed with the new weights.
 
-    make bench BENCH=peers                                    every peer; installs those that need other versions
-    make bench BENCH=peers ARGS="--peers lock Ray --sizes 100 --workers 1 4"
-    make bench BENCH=peers ARGS=--docs                        and puts the tables and the chart into docs/
-    make bench BENCH=peers ARGS="--docs --from bench-results/peers.json"
+    make bench BENCH=peers
+    make bench BENCH=peers ARGS="--sections '1 MB in 14 tensors'"
+    make bench BENCH=peers ARGS=--docs        and puts the table into docs/performance.md, and the chart into docs/plots
 
-Each peer has a trainer process, which makes new weights, publishes them and collects what the workers computed: the
-smallest and the largest element of all. Both must be the value that all elements of the version have, so stale or torn
-weights end the run with status 1. The peers take turns. The ratio is a peer's median to that of publish() with one slot
-in the same heat: above 1 the peer takes longer.
-
-Processor time is that of the trainer and of all processes below it, for one round. Memory is the PSS of the workers.
-Start is the time from before the workers are started until each has computed with its first weights, while a fork
-server, or Ray, already runs. At the end a worker is killed while it reads, and the trainer publishes once more.
+A worker computes the smallest and the largest element of all weights. Both must be the value that all elements of the
+version have: stale or torn weights end the run with status 1. Making new weights is not timed. The peers take turns.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import signal
-import sys
-from importlib.metadata import version
-from pathlib import Path
+import statistics
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
-from common import machine, page
-from peers import tables
-from peers.contest import OURS, PEERS, SIMPLE, Cell, Death, absence, cell, contestants, death, heats
-from peers.weights import SIZES, TINY
+import common
+import torch
+from common import Row, equal_leaves, extremes
+from torch import multiprocessing as torch_multiprocessing
 
-ROOT = Path(__file__).resolve().parents[1]
-ALONE = "100 MB in 14 tensors"  # measured with one worker too
+import shmsync
 
-
-def measure(names: list[str], places: list[tuple[str, int]], seconds: float, patience: float) -> dict[str, Any]:
-    cells: list[Cell] = []
-    deaths: dict[str, dict[str, Any]] = {}
-    for heat in heats(names):
-        with contestants(heat) as peers:
-            for size, workers in places:
-                for each in cell(peers, size, workers, seconds):
-                    print(f"{tables.place(each)}  {tables.line(each)}", flush=True)
-                    cells.append(each)
-            for each in peers:
-                size, workers = places[0]
-                if each.name not in deaths and workers > 1:
-                    found = death(each, size, workers, patience)
-                    print(f"{each.name}: {tables.fate(found)}", flush=True)
-                    deaths[each.name] = found._asdict()
-    about = {
-        "processors": os.cpu_count(), "kernel": platform.release(), "arch": platform.machine(),
-        "python": platform.python_version(), "torch": version("torch"), "load": os.getloadavg()[0],
-    }  # fmt: skip
-    return {"machine": about, "cells": [each._asdict() for each in cells], "deaths": deaths}
+WORKERS = 4
+SIZES = {"1 MB in 14 tensors": (14, 1e6), "100 MB in 14 tensors": (14, 1e8), "0.8 MB in 200 tensors": (200, 8e5)}
+CHART = "0.8 MB in 200 tensors"  # of the README
+OURS = "shmsync, publish()"
 
 
-def about(found: dict[str, Any]) -> str:
-    return (
-        "{processors} processors, {arch}, kernel {kernel}, Python {python}, torch {torch}; "
-        "load at the end {load:.1f}.".format(**found["machine"])
-    )
+def answer(pipe: Connection, tensors: Any) -> None:
+    """Compute with the new weights, and say with which."""
+    pipe.send(extremes(tensors))
+
+
+class Peer:
+    """The trainer's side: its own weights, workers, and send(), after which every worker computes and answers."""
+
+    def __init__(self, size: str) -> None:
+        self.size = size
+        self.module = equal_leaves(*SIZES[size])
+        self.start()
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        return [parameter.data for parameter in self.module]
+
+    def crew(self, work: Callable[..., None], arguments: list[tuple[Any, ...]]) -> None:
+        self.workers = common.Crew(work, [(self.size, *each) for each in arguments])
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def prepare(self, value: float) -> None:
+        """What a step of an optimizer does: every element changes."""
+        common.fill(self.module, value)
+
+    def send(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.workers.close()
+
+
+# shmsync: an arena, and the two schemes
+
+
+def arena_worker(pipe: Connection, size: str, handle: shmsync.Handle, index: int) -> None:
+    with shmsync.Subscriber(handle, worker=index, timeout=common.PATIENCE) as sub:
+        module, seen = sub.bind(equal_leaves(*SIZES[size]), guard=False), 1
+        while True:
+            sub.wait_version(seen + 1)
+            with sub.read() as section:
+                seen = section.version
+                found = extremes(module)
+            pipe.send(found)
+
+
+class Publish(Peer):
+    slots = 1
+
+    def start(self) -> None:
+        self.pub = shmsync.Publisher(self.module, slots=self.slots, timeout=common.PATIENCE)
+        self.crew(arena_worker, [(self.pub.handle, index) for index in range(WORKERS)])
+        self.pub.wait_readers(list(range(WORKERS)), procs=self.workers.processes)
+
+    def send(self) -> None:
+        self.pub.publish()
+
+    def close(self) -> None:
+        super().close()
+        self.pub.close()
+
+
+class PublishThreeSlots(Publish):
+    slots = 3
+
+
+class Update(Publish):
+    """The trainer steps inside update(), in the arena itself. Leaving it publishes."""
+
+    def start(self) -> None:
+        super().start()
+        self.pub.adopt(self.module)
+
+    def prepare(self, value: float) -> None:
+        self.update = self.pub.update()
+        self.update.__enter__()
+        super().prepare(value)
+
+    def send(self) -> None:
+        self.update.__exit__(None, None, None)
+
+
+def scheme_worker(pipe: Connection, size: str, scheme: Any, ours: Connection, index: int) -> None:
+    module = equal_leaves(*SIZES[size])
+    scheme.init_on_worker("policy", pipe=ours, model=module, worker_idx=index)
+    receiver, first = scheme.get_receiver(), True
+    while True:
+        if receiver.receive(timeout=common.PATIENCE) and not first:
+            answer(pipe, module.parameters())
+        first = False  # that one came before the peers took turns
+
+
+class SharedMem(Peer):
+    kind: Any = shmsync.SharedMemWeightSyncScheme
+
+    def start(self) -> None:
+        self.scheme = self.kind(timeout=common.PATIENCE)
+        pairs = [common.CONTEXT.Pipe() for _ in range(WORKERS)]
+        self.crew(scheme_worker, [(self.scheme, theirs, index) for index, (_, theirs) in enumerate(pairs)])
+        pipes = [ours for ours, _ in pairs]
+        self.scheme.init_on_sender("policy", model=self.module, pipes=pipes, procs=self.workers.processes)
+        self.scheme.get_sender().send()
+
+    def send(self) -> None:
+        self.scheme.get_sender().send()
+
+    def close(self) -> None:
+        super().close()
+        self.scheme.shutdown()
+
+
+class MultiProcess(SharedMem):
+    kind = shmsync.MultiProcessWeightSyncScheme
+
+
+# TorchRL's schemes, without a collector. Its threads apply; a byte lets the workers compute.
+
+
+def torchrl_worker(pipe: Connection, size: str, scheme: Any, index: int) -> None:
+    module = equal_leaves(*SIZES[size])
+    scheme.init_on_receiver(model=module, model_id="policy", worker_idx=index)
+    scheme.connect(worker_idx=index)
+    while True:
+        pipe.recv_bytes()
+        answer(pipe, module.parameters())
+
+
+class TorchRLSharedMem(Peer):
+    kind = "SharedMemWeightSyncScheme"
+    own = False  # a message for each worker, with weights that nothing else may change
+
+    def start(self) -> None:
+        common.need("torchrl")
+        from tensordict import TensorDict
+        from torchrl import weight_update
+
+        self.scheme = getattr(weight_update, self.kind)()
+        self.weights = TensorDict.from_module(self.module).data
+        devices = [torch.device("cpu")] * WORKERS
+        source = {"weights": self.weights.clone(), "devices": devices, "model_id": "policy", "ctx": common.CONTEXT}
+        self.scheme.init_on_sender(**source)
+        self.crew(torchrl_worker, [(self.scheme, index) for index in range(WORKERS)])
+        self.scheme.connect()
+
+    def send(self) -> None:
+        self.scheme.send(self.weights.clone() if self.own else self.weights)
+        for pipe in self.workers.pipes:
+            pipe.send_bytes(b"new")
+
+    def close(self) -> None:
+        super().close()
+        for queues in (self.scheme._weight_init_queues, self.scheme._instruction_queues, self.scheme._ack_queues):
+            for queue in queues.values():
+                queue.cancel_join_thread()  # it has no reader any more
+        threading.Thread(target=self.scheme.shutdown, daemon=True).start()  # it may wait for the workers that are gone
+
+
+class TorchRLMultiProcess(TorchRLSharedMem):
+    kind = "MultiProcessWeightSyncScheme"
+    own = True
+
+
+# Queues, and a shared module
+
+
+def queue_worker(pipe: Connection, size: str, queue: Any) -> None:
+    while True:
+        answer(pipe, [torch.as_tensor(each) for each in queue.get()])
+
+
+class QueueOfTensors(Peer):
+    """torch moves each tensor into shared memory, and sends its descriptor."""
+
+    def start(self) -> None:
+        context = torch_multiprocessing.get_context("forkserver")
+        self.queues = [context.Queue() for _ in range(WORKERS)]
+        self.crew(queue_worker, [(queue,) for queue in self.queues])
+
+    def message(self) -> list[Any]:
+        return [leaf.clone() for leaf in self.leaves]  # a sent tensor must not be written again
+
+    def send(self) -> None:
+        message = self.message()
+        for queue in self.queues:
+            queue.put(message)
+
+    def close(self) -> None:
+        super().close()
+        for queue in self.queues:
+            queue.cancel_join_thread()
+
+
+class QueueOfArrays(QueueOfTensors):
+    """The bytes go through each pipe."""
+
+    def message(self) -> list[Any]:
+        return [leaf.numpy() for leaf in self.leaves]
+
+
+def shared_worker(pipe: Connection, size: str, shared: list[torch.Tensor], lock: Any) -> None:
+    own = [torch.empty_like(leaf) for leaf in shared]
+    while True:
+        pipe.recv_bytes()
+        if lock is None:
+            answer(pipe, shared)
+        else:
+            with lock:
+                torch._foreach_copy_(own, shared)
+            answer(pipe, own)
+
+
+class Locked(Peer):
+    """What most people write first: module.share_memory(), a lock, and a copy in each worker."""
+
+    def start(self) -> None:
+        self.lock: Any = common.CONTEXT.Lock()
+        self.shared = [leaf.clone().share_memory_() for leaf in self.leaves]
+        self.crew(shared_worker, [(self.shared, self.lock)] * WORKERS)
+
+    def send(self) -> None:
+        with self.lock:
+            torch._foreach_copy_(self.shared, self.leaves)
+        for pipe in self.workers.pipes:
+            pipe.send_bytes(b"new")
+
+
+class Bare(Peer):
+    """The trainer's own module is the shared one. Only the benchmark's wait for all answers prevents torn reads."""
+
+    def start(self) -> None:
+        self.module.share_memory()
+        self.crew(shared_worker, [(self.leaves, None)] * WORKERS)
+
+    def send(self) -> None:
+        for pipe in self.workers.pipes:
+            pipe.send_bytes(b"new")
+
+
+PEERS: dict[str, type[Peer]] = {
+    OURS: Publish,
+    "shmsync, publish() with 3 slots": PublishThreeSlots,
+    "shmsync, update()": Update,
+    "shmsync, SharedMemWeightSyncScheme": SharedMem,
+    "shmsync, MultiProcessWeightSyncScheme": MultiProcess,
+    "TorchRL, SharedMemWeightSyncScheme": TorchRLSharedMem,
+    "TorchRL, MultiProcessWeightSyncScheme": TorchRLMultiProcess,
+    "mp.Queue of tensors": QueueOfTensors,
+    "mp.Queue of NumPy arrays": QueueOfArrays,
+    "share_memory(), a lock, a copy": Locked,
+    "share_memory() alone, unsafe": Bare,
+}
+
+
+def in_turns(size: str, *names: str) -> dict[str, list[float]]:
+    """Seconds from the start of an update until all workers have computed with it, of each peer."""
+    peers = {name: PEERS[name](size) for name in names}
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    try:
+        for number in common.rounds(200, share=len(names) / 2):
+            value = 1.0 + number % 8
+            for name, peer in peers.items():
+                peer.prepare(value)
+
+                def once(peer: Peer = peer, value: float = value) -> None:
+                    peer.send()
+                    found = peer.workers.answers()
+                    assert found == [(value, value)] * WORKERS, f"workers of {name} computed with {found}"  # noqa: B023
+
+                samples[name].append(common.timed(once))
+    finally:
+        for peer in peers.values():
+            peer.close()
+    return {name: found[2:] for name, found in samples.items()}  # the first ones touch new pages
+
+
+def beside(size: str, ours: str, *others: str) -> Iterator[Row]:
+    """One of our ways beside each of the others, which all take turns."""
+    found = in_turns(size, ours, *others)
+    for name in others:
+        yield Row(f"{ours}: {size}, {WORKERS} workers", found[ours], name, found[name])
+
+
+def short(rows: list[Row]) -> str:
+    """Each peer's median divided by that of publish() in the same turns, for all sizes."""
+    lines = ["| peer | " + " | ".join(SIZES) + " |", "|---" * (1 + len(SIZES)) + "|"]
+    for peer in PEERS:
+        ratios = {row.section: 1 / row.ratio for row in rows if row.beside == peer and row.ratio}
+        cells = ["1.00" if peer == OURS else _ratio(ratios.get(size)) for size in SIZES]
+        lines.append(f"| {peer} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _ratio(found: float | None) -> str:
+    return "–" if found is None else f"{found:.2f}" if found < 10 else f"{found:.0f}"
+
+
+SECTIONS = {size: [partial(beside, size, OURS, *[name for name in PEERS if name != OURS])] for size in SIZES}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", nargs="*", default=[""], help="parts of their names; default: all")
-    parser.add_argument("--simple", action="store_true", help="only those that need no other package")
-    parser.add_argument("--sizes", nargs="*", default=[""], help="parts of their names; default: all")
-    parser.add_argument("--workers", nargs="*", type=int, help="default: 4, and 1 with 100 MB")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each size in each heat, about")
-    parser.add_argument("--patience", type=float, default=10.0, help="seconds until a publication counts as blocked")
-    parser.add_argument("--out", type=Path, default=Path("bench-results"))
-    parser.add_argument("--docs", action="store_true", help="put the tables into docs/")
-    parser.add_argument("--root", type=Path, default=ROOT, help="where docs/ is")
-    parser.add_argument("--from", dest="earlier", type=Path, help="measure nothing: the peers.json of an earlier run")
-    options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # and with it the peers
-    if options.earlier is not None:
-        found = json.loads(options.earlier.read_text())
-    else:
-        machine.adopt_orphans()
-        wanted = [name for name in PEERS if name == OURS or any(part in name for part in options.peers)]
-        wanted = [name for name in wanted if name in SIMPLE or not options.simple]
-        known = SIZES if options.sizes == [""] else SIZES | TINY
-        sizes = [size for size in known if any(part in size for part in options.sizes)]
-        places = [(size, workers) for workers in options.workers or [4] for size in sizes]
-        if options.workers is None and ALONE in sizes:
-            places.append((ALONE, 1))
-        missing = {name: why for name in wanted if (why := absence(name))}
-        for name, why in missing.items():
-            print(f"{name}: {why}", flush=True)
-        names = [name for name in wanted if name not in missing]
-        found = measure(names, places, options.seconds, options.patience) | {"missing": missing}
-    cells = [Cell(**each) for each in found["cells"]]
-    deaths = [Death(**each) for each in found["deaths"].values()]
-    gone = "".join(f"\nNot in this run: {name}, {why}.\n" for name, why in found["missing"].items())
-    costs, short = (f"{about(found)}\n{gone}\n{table}" for table in (tables.costs(cells), tables.short(cells, deaths)))
-    print(f"\n{costs}\n{short}")
-    if options.earlier is None:
-        page.save(options.out / "peers", found, f"{costs}\n{short}")
-    if options.docs:
-        page.paste(options.root / "docs" / "performance.md", "peers", costs)
-        page.paste(options.root / "docs" / "comparison.md", "peers", short)
-        if (drawing := tables.chart(cells)) is not None:
-            (options.root / "docs" / "plots" / "peers.svg").write_text(drawing)
-    if bad := tables.bad(cells, deaths):
-        raise SystemExit(f"{len(bad)} failed: {'; '.join(bad)}")
+    arguments, rows = common.main(__doc__, SECTIONS, "--docs")
+    print(short(rows))
+    if arguments.docs:
+        docs = common.BENCH.parent / "docs"
+        common.paste(docs / "performance.md", "peers", f"{arguments.about}\n\n{short(rows)}")
+        here = [row for row in rows if row.section == CHART and row.theirs]
+        bars = {row.beside: statistics.median(row.theirs) for row in here}
+        bars[OURS] = statistics.median(here[0].ours)
+        title = f"{CHART}, {WORKERS} workers: median time until all have computed with new weights"
+        (docs / "plots" / "peers.svg").write_text(common.chart(title, bars, OURS))
+    common.end(arguments)
 
 
 if __name__ == "__main__":

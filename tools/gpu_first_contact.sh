@@ -51,5 +51,5 @@ case "$1" in
   probe) cd / && timeout 590 "$PYTHON" "$OLDPWD/tools/gpu_probe.py" | tee "$PLACE/probe.json" ;;
   test) cd / && timeout 590 "$PYTHON" -m pytest -q -rs -p no:cacheprovider -c "$OLDPWD/pyproject.toml" \
     --rootdir "$OLDPWD" -m '' "$OLDPWD/tests/gpu" "${@:2}" ;;
-  measure) cd bench && timeout 590 "$PYTHON" gpu.py --largest 1GB --workers 1,4 --out "$PLACE" ;;
+  measure) cd bench && timeout 590 "$PYTHON" gpu.py --out "$PLACE" ;;
 esac

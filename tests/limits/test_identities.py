@@ -100,6 +100,7 @@ print("well")
 """
 
 
+@pytest.mark.slow
 def test_containers_that_share_dev_shm_alone(start, name):
     """Each leaves the other's arenas alone: their locks tell that they live."""
     start().call(open_arena, name=name)

@@ -73,6 +73,7 @@ life(4)
 """
 
 
+@pytest.mark.slow
 def test_a_small_dev_shm():
     mount = 'mount -t tmpfs -o nr_inodes=3,size=4m none /dev/shm || exit 77; exec "$@"'
     done = subprocess.run(

@@ -1,6 +1,6 @@
 """No torn weights, hang, leak or false death while workers and trainers are killed, stopped and interrupted.
 
-These storms are short; `make storm` makes long ones. What is judged: support/storms/judge.py.
+These storms are short; `make storm` makes long ones. What is judged: Storm.judge() in support/storms/storm.py.
 """
 
 from __future__ import annotations
@@ -13,5 +13,4 @@ from support.storms import storm
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["shared-memory", "shared-memory-3", "multiprocess", "engine", "engine-device"])
 def test_a_storm_breaks_no_promise(name):
-    sky = storm.run(name, 4, seed=12)
-    assert sky.counts["send"] > 0 and sky.counts["steps"] > 0
+    assert storm.run(name, 4, seed=12)["sent"] > 0

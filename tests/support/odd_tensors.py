@@ -83,17 +83,3 @@ ODD = {
     "quantised": (lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), "quantised"),
     "meta": (lambda: torch.ones(4, device="meta"), "meta"),
 }
-
-# What may become of a tensor between two looks at it, and the shapes of those that tests try it with.
-SHAPES = {"a": (4, 3), "b": (12,), "c": (2, 2, 2), "one": (1,), "w": (40, 40)}
-CHANGES = {
-    "in place": lambda t: t.data.add_(1),
-    "data": lambda t: setattr(t, "data", torch.rand(t.shape)),
-    "data, in another order": lambda t: setattr(t, "data", torch.rand(t.shape[::-1]).permute(*range(t.dim())[::-1])),
-    "data, another shape": lambda t: setattr(t, "data", torch.rand(2, *t.shape)),
-    "data, another dtype": lambda t: setattr(t, "data", torch.rand(t.shape, dtype=torch.float64)),
-    "set_": lambda t: t.data.set_(torch.rand(t.shape)),
-    "resize_": lambda t: t.data.resize_(t.numel() + 2),
-    "requires_grad_": lambda t: t.requires_grad_(not t.requires_grad),
-    "swapped": lambda t: torch.utils.swap_tensors(t, type(t)(torch.rand(t.shape))),
-}

@@ -59,12 +59,14 @@ class RowWait:
         self.late: list[RowId] = []
         self.absent: list[int] = []
 
-    def until(self, deadline: float, check: Callable[[], None], nap: Callable[[], object]) -> None:
+    def until(
+        self, deadline: float, check: Callable[[], None], nap: Callable[[], object], *, napped: bool = False
+    ) -> None:
         """Wait until no row is late and no worker absent, at most until the deadline.
 
-        `check` raises what else should end the wait; `nap` sleeps until the next look.
+        `check` raises what else should end the wait; `nap` sleeps until the next look; `napped`: the caller has slept.
         """
-        waiting = self._look(deaths=False)  # to find a death costs system calls, and most rows are done after one nap
+        waiting = self._look(deaths=napped)  # to find a death costs system calls, and most rows are done after one nap
         while waiting:
             nap()
             waiting = self._look(deaths=True)
@@ -194,7 +196,7 @@ def wait_for_acks(
         if closing():
             raise rows.outcome(_ACKS).closing(what, version)
 
-    rows.until(deadline, check, nap)
+    rows.until(deadline, check, nap, napped=bool(asked))
     for row in rows.dead:
         control.reap(*row, waits.me)  # the next publish does not wait for it
     outcome = rows.outcome(_ACKS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import math, multiprocessing, threading
 import torch
@@ -42,6 +44,7 @@ daemon("receive", scheme.get_receiver().receive, timeout=10**6)
 """
 
 
+@pytest.mark.slow
 def test_daemon_threads_in_waits_do_not_disturb_the_exit():
     command = [sys.executable, "-W", "ignore::ResourceWarning", "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)

@@ -6,11 +6,11 @@ import shutil
 import pytest
 
 import shmsync
-from shmsync import _native, cli
+from shmsync import _native
 from shmsync.memory import leftovers
 from shmsync.memory.header import opened
 from support.calls import in_forked_child
-from support.jobs.engine import create_and_stall, open_arena, read
+from support.jobs.engine import create_and_stall, open_arena
 from support.processes import segment_path, until
 from support.weights import stamped
 
@@ -32,22 +32,6 @@ def dead(open_trainer, name):
 def write(path, offset, data):
     with open(path, "r+b", buffering=0) as file:
         os.pwrite(file.fileno(), data, offset)
-
-
-def make_some_publishers(gone):
-    """As many as it takes: each sweeps a part."""
-    until(lambda: shmsync.Publisher(stamped(1)).close() or gone())
-
-
-def test_every_leftover_has_its_turn(dead):
-    copies = [segment_path(leftovers.new_name()) for _ in range(300)]
-    try:
-        for copy in copies:
-            shutil.copyfile(dead, copy)
-        make_some_publishers(lambda: not any(copy.exists() for copy in copies))
-    finally:
-        for copy in copies:
-            copy.unlink(missing_ok=True)
 
 
 def swept(path, name=None):
@@ -90,19 +74,6 @@ def test_another_versions_is_swept_when_nobody_has_its_pid(dead):
     write(dead, ABI, (_native.ABI + 1).to_bytes(4, "little"))
     write(dead, OWNER, NOBODY.to_bytes(8, "little"))
     assert swept(dead)
-
-
-def test_another_versions_is_kept_while_somebody_has_its_pid(open_trainer, name, capsys):
-    """Whatever its words mean: its publisher may live."""
-    trainer = open_trainer(3)
-    with shmsync.Subscriber(trainer.handle) as sub:
-        write(segment_path(name), ABI, (_native.ABI - 1).to_bytes(4, "little"))
-        write(segment_path(name), OWNER, (trainer.pid << 42 | 12345).to_bytes(8, "little"))
-        leftovers.sweep_some(float("inf"))
-        assert cli.main(["gc"]) == 0
-        assert f"kept {name}: process {trainer.pid} is alive" in capsys.readouterr().out
-        assert segment_path(name).exists()
-        assert read(sub) == (3, 3, 3)
 
 
 def test_what_is_being_made_is_left_alone_until_its_creator_dies(start):

@@ -104,19 +104,6 @@ def test_dead_worker_is_reported_once(attached):
         alive.result()
 
 
-def test_restarted_worker_stands_in_for_the_dead_one_of_its_index(attached):
-    with shmsync.Publisher(stamped(1), timeout=for_ever) as pub:
-        alive = attached(pub, worker=1)
-        victim = attached(pub, worker=2)
-        victim.kill()
-        heir = attached(pub, worker=2)
-        for version, wait in ((2, [1, 2]), (3, "all")):
-            alive.start(apply_until, version)
-            heir.start(apply_until, version)
-            assert pub.publish(stamped(version), wait=wait) == version
-            assert alive.result() == heir.result() == version
-
-
 def test_named_worker_may_attach_after_the_publish(start):
     late = start()
     with shmsync.Publisher(stamped(1), timeout=for_ever) as pub:

@@ -54,39 +54,6 @@ def test_stopped_publisher_is_alive(open_trainer, name):
         assert read(sub) == (2, 2, 2)
 
 
-def test_a_stopped_reader_is_told_from_a_busy_one(start):
-    stopped, busy, nameless = start(3)
-    with shmsync.Publisher(stamped(1)) as pub:
-        for worker, index in ((stopped, 3), (busy, 4), (nameless, None)):
-            worker.call(attach, pub.handle, worker=index)
-            worker.call(enter)
-        stopped.stop()
-        nameless.stop()
-        before = pub.stats().stalls
-        with pytest.raises(shmsync.ReaderStalled) as caught:
-            pub.publish(stamped(2), timeout=0.1)
-        for words in (
-            f"worker 3 (pid {stopped.pid}), which is stopped",
-            f"worker 4 (pid {busy.pid}),",
-            f"pid {nameless.pid}, which is stopped",
-        ):
-            assert words in str(caught.value)
-        assert f"(pid {busy.pid}), which" not in str(caught.value)
-        with pytest.raises(shmsync.ReaderStalled), pub.update(timeout=0):
-            pass
-        assert pub.stats().stalls == before + 2
-        for worker in (stopped, nameless):
-            worker.resume()
-        for worker in (stopped, busy, nameless):
-            worker.call(leave)
-        pub.publish(stamped(2))
-        stopped.stop()
-        with pytest.raises(shmsync.AckTimeout, match=rf"stopped: worker 3 \(pid {stopped.pid}\)"):
-            pub.publish(stamped(3), wait=[3, 4], timeout=0.1)
-        assert pub.stats().stalls == before + 2  # that was no stall: it was written
-        stopped.resume()
-
-
 def test_a_stopped_reader_keeps_no_other_reader_out(start):
     """While a stopped process holds the only slot, the gate stays open."""
     reader = start()

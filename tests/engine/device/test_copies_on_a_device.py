@@ -101,26 +101,3 @@ ODD = {
     "large": lambda: {"a": there(LARGE // 4), "b": there(3), "c": there(LARGE // 4 - 1)},
     "layers": lambda: torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).to("simulated:0"),
 }
-
-
-@pytest.mark.parametrize("kind", ODD)
-def test_torch_copies_together_what_is_alike_only(arena, device, monkeypatch, kind):
-    """Else it copies one by one, or, before 2.11, with the dtype of the first target; what is large it copies alone."""
-    source, together, calls = ODD[kind](), torch._foreach_copy_, []
-
-    def alike(targets, sources):
-        for tensors in (targets, sources):
-            assert len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1
-            assert all(tensor.nbytes < LARGE for tensor in tensors)
-        assert [tensor.stride() for tensor in targets] == [tensor.stride() for tensor in sources]
-        calls.append(len(targets))
-        together(targets, sources)
-
-    monkeypatch.setattr(torch, "_foreach_copy_", alike)
-    pub, sub = arena(source, 2, dtype={"*": torch.float32} if kind == "casts" else None)
-    pub.publish(source, wait=[])
-    with sub.read() as section:
-        for key, tensor in (source.state_dict() if kind == "layers" else source).items():
-            found = section.weights[tuple(key.split("."))].cpu()
-            assert torch.equal(found, tensor.cpu().to(found.dtype))
-    assert calls

@@ -13,7 +13,6 @@ import shmsync
 from shmsync.memory import devices
 from support.devices.simulated import Simulated, installed
 from support.jobs.engine import bind_copies
-from support.processes import segments
 
 SIZE = (24, 10)
 PLACES = ["cpu", "simulated:0", "simulated:1"]
@@ -60,16 +59,6 @@ def test_same_is_where_the_weights_are(two, place):
             pub.publish({"a": made(other, two, 2)})
         assert pub.version == 1
         assert pub.publish({"a": made(place, two, 2)}, wait=[]) == 2
-
-
-def test_weights_in_several_places_have_no_same_one(two):
-    before = segments()
-    weights = {"a": made("cpu", two, 1), "b": made("simulated:1", two, 1), "c": made("simulated:1", two, 1)}
-    with pytest.raises(shmsync.ManifestMismatch, match=r"1 on cpu, such as a; 2 on simulated:1, such as b.*device="):
-        shmsync.Publisher(weights, device="same")
-    assert segments() == before
-    with shmsync.Publisher(weights, device="simulated:1") as pub:
-        assert lies(pub) == "simulated:1"
 
 
 @pytest.mark.parametrize(

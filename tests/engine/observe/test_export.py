@@ -9,7 +9,7 @@ from torch import nn
 
 import shmsync
 from shmsync import cli
-from support.jobs.engine import attach, begin_update, enter, open_arena, publish_stamps_for_ever
+from support.jobs.engine import begin_update, publish_stamps_for_ever
 from support.processes import segment_path
 
 safetensors = pytest.importorskip("safetensors.torch", reason="export needs shmsync[safetensors]")
@@ -92,17 +92,6 @@ def test_what_is_there_is_kept_without_force(tmp_path, export):
         assert export(pub.name, tmp_path)[2].endswith("is a folder; name a file in it\n")
         assert "there is no folder" in export(pub.name, tmp_path / "no" / "w")[2]
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
-
-
-def test_a_stopped_trainer_and_stopped_readers_are_no_hindrance(start, name, tmp_path, export):
-    trainer, reader = start(2)
-    reader.call(attach, trainer.call(open_arena, 4, name=name), worker=0)
-    reader.call(enter)
-    reader.stop()
-    trainer.stop()
-    status, said, _ = export(name, tmp_path / "w")
-    assert status == 0
-    assert f"version 4 of {name}" in said
 
 
 def test_what_cannot_be_exported_says_why_and_leaves_nothing(open_trainer, name, tmp_path, export):

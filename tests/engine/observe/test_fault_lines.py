@@ -118,28 +118,3 @@ def test_a_fault_elsewhere_has_no_line_of_ours(died, handlers):
     stderr = died(before + "sub = shmsync.Subscriber(name)\nelsewhere()", status)
     assert not lines_of_ours(stderr)
     assert words in stderr
-
-
-def test_the_handler_comes_with_the_first_arena_and_knows_those_that_are_gone(died):
-    program = """
-def current():
-    seen = (ctypes.c_uint64 * 32)()
-    assert libc.sigaction(signal.SIGSEGV, None, seen) == 0
-    return seen[0]
-assert current() == 0
-sub = shmsync.Subscriber(name)
-ours = current()
-assert ours != 0
-for _ in range(3):
-    sub.close()
-    sub = shmsync.Subscriber(name)
-assert current() == ours
-begin = sub.weights["0", "weight"].data_ptr()
-sub.close()
-del sub
-libc.mmap.restype = ctypes.c_void_p
-at = libc.mmap(ctypes.c_void_p(begin // 4096 * 4096), 4096, 1, 0x32, -1, 0)  # the same place, read-only, private
-assert at == begin // 4096 * 4096
-ctypes.memset(at, 1, 1)
-"""
-    assert not lines_of_ours(died(program))

@@ -3,20 +3,16 @@
 import contextlib
 import fcntl
 import json
-import os
 import re
 
 import pytest
-import torch
 
 import shmsync
 from shmsync import _native, cli
 from support.faults.forged import forge, write
 from support.jobs.engine import (
     attach,
-    begin_update,
     create_and_stall,
-    device_is_idle,
     enter,
     leave,
     open_arena,
@@ -126,48 +122,6 @@ def test_readers_are_shown_as_they_are(start, name, told, said):
     assert told(name)["readers"][0]["reads"] >= 1
 
 
-def test_weights_slots_and_ties(said):
-    shared = torch.zeros(4, 3)
-    weights = {"embed.weight": shared, "body.0.bias": torch.zeros(5, dtype=torch.int64), "head.weight": shared}
-    with shmsync.Publisher(weights, slots=2) as pub:
-        text = said("inspect", pub.name, "--interval", "0")
-        leaves = json.loads(said("inspect", pub.name, "--json", "--interval", "0"))["leaves"]
-        short = said("inspect", pub.name, "--depth", "1", "--interval", "0")
-        pub.publish()
-        later = said("inspect", pub.name, "--interval", "0")
-    assert "int64 [5]  40 B" in text
-    assert "weight  float32 [4, 3]  48 B" in text
-    assert "weight  float32 [4, 3]  = embed.weight" in text
-    assert re.search(r"^  0  version 1, current\n  1  never written$", text, re.M) or "version 1, current" in text
-    assert {leaf["name"]: (leaf["dtype"], leaf["shape"], leaf["tied"]) for leaf in leaves} == {
-        "embed.weight": ("float32", [4, 3], ["head.weight"]),
-        "body.0.bias": ("int64", [5], []),
-        "head.weight": ("float32", [4, 3], ["embed.weight"]),
-    }
-    assert "body  (1 tensor, 40 B)" in short and "int64" not in short
-    assert "version 2, current" in later and "version 1\n" in later
-
-
-def test_a_write_under_way_is_shown(open_trainer, name, told, said):
-    trainer = open_trainer(2)
-    trainer.call(begin_update, 3)
-    shown = told(name)
-    assert (shown["version"], shown["gated"], shown["state"]) == (2, True, "open")
-    assert shown["slots"] == [{"version": 3, "unfinished": True, "current": False}]
-    assert "closed to new sections" in said("inspect", name, "--interval", "0")
-
-
-def test_nobody_notices_that_they_are_looked_at(start, name, said):
-    """No byte of the segment changes: no row is taken."""
-    trainer, worker = start(2)
-    worker.call(attach, trainer.call(open_arena, 2, name=name, max_readers=1), worker=0)
-    worker.call(device_is_idle)
-    before = segment_path(name).read_bytes()
-    for arguments in (("list", "-v"), ("inspect", name), ("gc", "--dry-run")):
-        said(*arguments)
-    assert before == segment_path(name).read_bytes()
-
-
 @pytest.mark.parametrize(
     ("offset", "data", "words"),
     [
@@ -183,16 +137,6 @@ def test_what_cannot_be_read_says_why(open_trainer, name, told, said, offset, da
     assert words in told(name)["why"]
     assert told(name)["version"] is None
     assert name in said("inspect", name)
-
-
-def test_a_segment_that_is_cut_off_ends_no_command(open_trainer, name, told):
-    open_trainer()
-    size = segment_path(name).stat().st_size
-    with open(segment_path(name)) as segment:
-        fcntl.flock(segment, fcntl.LOCK_SH)  # else another test's publisher removes it, as one that is not ready
-        for length in (size - 1, 65536, 4096, 300, 100, 0):
-            os.truncate(segment_path(name), length)
-            assert told(name)["version"] is None
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_others(said, name):

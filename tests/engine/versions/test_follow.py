@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from math import inf as for_ever
 
 import pytest
 import torch
 
 import shmsync
-from shmsync.memory import slab
 from support.calls import Call
 from support.jobs.engine import begin_update, close_publisher, create_and_stall, open_arena, publish, read
 from support.jobs.restarts import open_net, open_other_layout
@@ -102,21 +100,6 @@ def test_a_trainer_killed_in_the_middle_of_a_write(open_trainer, name, follower)
     open_trainer(2)
     assert reading.result() == (2, 2, 2)
     assert sub.refresh() is False
-
-
-@pytest.mark.skipif("SHMSYNC_TEST_DEVICE" in os.environ, reason="memory of a device is attached in another way")
-def test_an_attach_by_name_passes_over_an_arena_that_is_just_closed(open_trainer, name, follower, monkeypatch):
-    trainer, attach = open_trainer(1), slab.attach
-
-    def attach_late(*place):
-        """The trainer is started again between the two steps of an attach."""
-        monkeypatch.undo()
-        trainer.call(close_publisher)
-        open_trainer(2)
-        return attach(*place)
-
-    monkeypatch.setattr(slab, "attach", attach_late)
-    assert read(follower(name)) == (2, 2, 2)
 
 
 def test_wait_version_waits_for_a_trainer_that_comes_back(open_trainer, name, follower):

@@ -119,24 +119,3 @@ def test_a_thread_that_has_used_nothing_sees_what_is_applied(counting):
     assert sub.version == mine < sub.stats().version  # still that of what this thread computed
     assert sub.refresh() or sub.version == sub.stats().version > mine
     assert f"version {sub.stats().version} of" in repr(sub)
-
-
-def test_refresh_moves_the_label_though_another_thread_applied_the_version():
-    with shmsync.Publisher(Counting(), slots=2) as pub, shmsync.Subscriber(pub.handle) as sub:
-        with sub.read():
-            pass
-        pub.publish()
-        assert Call(sub.refresh).result() is True
-        assert (sub.version, sub.wait_version(2), sub.version) == (1, 2, 1)
-        assert sub.refresh() is False  # there is nothing to apply
-        assert (sub.version, sub.lag) == (2, 0)
-
-
-def test_refresh_inside_a_section_keeps_its_label():
-    with shmsync.Publisher(Counting(), slots=2) as pub, shmsync.Subscriber(pub.handle) as sub:
-        with sub.read() as section:
-            pub.publish()
-            assert sub.refresh() is False
-            assert sub.version == section.version == 1
-        sub.bind(Counting())  # enters a section to move its tensors
-        assert sub.version == sub.stats().version == 2

@@ -95,17 +95,6 @@ def test_closing_the_subscriber_in_another_thread_is_no_end_of_the_weights():
             waiter.result()
 
 
-def test_a_loop_inside_a_section_is_refused():
-    with shmsync.Publisher({"t": torch.ones(2)}, slots=2) as pub, shmsync.Subscriber(pub.handle) as sub:
-        versions = sub.versions(timeout=for_ever)
-        with sub.read():
-            assert next(versions) == 1
-            pub.publish()
-            with pytest.raises(shmsync.ProtocolError, match="leave the section"):
-                next(versions)
-        assert next(sub.versions()) == 2
-
-
 def test_a_name_is_waited_for(open_trainer, start, name):
     worker = start()
     worker.start(attach, name, timeout=for_ever)

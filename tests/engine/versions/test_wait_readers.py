@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from math import inf as for_ever
 
 import pytest
@@ -99,23 +97,3 @@ def test_close_ends_the_wait(pub):
     pub.close()
     with pytest.raises(shmsync.ClosedError):
         waiting.result()
-
-
-def test_bad_arguments(pub):
-    process = multiprocessing.Process(target=print)
-    for workers, procs, error in [
-        (3, None, TypeError),
-        ("01", None, TypeError),
-        ([True], None, ValueError),
-        ([-1], None, ValueError),
-        ([0, 1], [os.getpid()], ValueError),
-        ([0], {1: os.getpid()}, ValueError),
-        ([0], [object()], TypeError),
-        ([0], [True], TypeError),
-        ([0], os.getpid(), TypeError),
-        ([0], [process], ValueError),
-    ]:
-        with pytest.raises(error):
-            pub.wait_readers(workers, timeout=0, procs=procs)
-    with pytest.raises(ValueError, match="timeout"):
-        pub.wait_readers([0], timeout="1")

@@ -143,13 +143,6 @@ def leave(state):
     return state.section.torn
 
 
-def device_is_idle(state):
-    """Wait until a device, if the arena lies on one, has done what sections have asked for."""
-    place = state.sub._reader.arena.on_device
-    while place is not None and not place.reads.wait(10**9):
-        pass
-
-
 def look(state, **kwargs):
     return read(state.sub, **kwargs)
 

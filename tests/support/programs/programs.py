@@ -20,11 +20,6 @@ def become_sleep(_):
     os.execv("/bin/sleep", ["sleep", "100000"])
 
 
-def run_a_child(_):
-    """Start another program, and wait for its end. It runs in this process's memory until it begins."""
-    subprocess.run(["/bin/true"], check=True)
-
-
 def until_it_sleeps(pid):
     """Until become_sleep() is done, and the kernel shows all of the new program."""
     until(lambda: Path(f"/proc/{pid}/comm").read_text() == "sleep\n" and state(pid) == "S")

@@ -2,8 +2,8 @@
 
     python -m support.storms.storm --of shared-memory --seconds 600 --seed 7
 
-Prints a line every ten seconds and a table at the end. The exit status is 1 when a promise was broken; then the seed
-and the last events are printed.
+Prints a line every ten seconds. The exit status is 1 when a promise was broken; then the seed and the last events are
+printed. A seed repeats the events, not the moments at which they meet the processes.
 """
 
 from __future__ import annotations
@@ -11,302 +11,372 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
-import gc
-import math
+import os
+import random
 import secrets
+import signal
 import sys
+import tempfile
 import threading
 import time
-from functools import partial
+from collections import Counter, deque
 
-import psutil
-
-from support.conformance.fleet import Crew, Fleet
-from support.processes import descriptors, segments
-from support.storms.board import Sky
-from support.storms.engine import ENGINES
-from support.storms.fleets import FORMS, STORMS, Call, carry_out, source
-from support.storms.judge import CALM, Violation, await_computing
+import shmsync
+from support import processes
+from support.storms.board import COMPUTING, EXIT, Row
 from support.storms.model import Weather
-from support.storms.trouble import DEADLY, KINDS, Hand, Life, finish, resume
-from support.storms.worker import live
-from support.worker import fork_server
+from support.storms.worker import close, make_publisher, publish, read_on, receive_on
+from support.worker import Gone, Worker, fork_server
 
-SENDS = ("send", "wait_async", "resend")  # calls that publish, by the names of their counts
-SHORT, LONG = (0.02, 0.1, 0.3), (1.0, CALM, 2 * CALM)
+TIMEOUTS = (0.05, 0.3, 10.0)
+CALM = 10.0  # seconds in which a worker that nobody has disturbed answers
+OVERRUN = 5.0  # seconds beyond its deadline that a call may take on a loaded machine
+KILLS = ("kill", "kill in a forward")
+KINDS = (*KILLS, "exit", "stop", "pause", "pause")
+
+
+class Violation(AssertionError):
+    """A promise was broken."""
+
+
+class Life:
+    """One worker process, and what was done to it."""
+
+    def __init__(self, index, process, row):
+        self.index, self.process, self.row = index, process, row
+        self.killed = self.exited = self.stopped = self.named = False
+        self.hurt = False  # during this step
+
+    @property
+    def over(self):
+        return self.killed or self.exited
+
+    def suffer(self, kind):
+        """Do it to the worker now."""
+        pid = self.process.pid
+        if kind == "kill in a forward":
+            end = time.monotonic() + 0.05
+            while self.row["phase"] != COMPUTING and time.monotonic() < end:
+                pass
+        if kind in KILLS:
+            self.process.kill()
+        elif kind == "exit":
+            self.row["command"] = EXIT
+        else:
+            processes.stop(pid)
+            if kind == "pause":
+                time.sleep(0.03)
+                processes.resume(pid)
+        if kind in KILLS or kind == "exit":
+            self.process.join()
 
 
 class Storm:
-    """Over one scheme. `step()` makes one call of the trainer, perhaps with a trouble beside it."""
+    """What storms have in common. One step is one call of the trainer, perhaps with a trouble beside it."""
 
-    def __init__(self, name, sky):
-        self.over = STORMS[name]
-        self.sky = sky
-        self.random, self.judge, self.counts = sky.random, sky.judge, sky.counts
-        self.crew = Crew(fork_server())
-        self.hand = Hand()
-        self.fleet = None
-        self._number = 0
+    count = 3
+    must_name = True  # does a call name each worker that was dead when it began?
+
+    def __init__(self, seed):
+        self.random, self.counts, self.log = random.Random(seed), Counter(), deque(maxlen=30)
+        self.context, self.folder = fork_server(), tempfile.TemporaryDirectory(prefix="storm-")
+        self.number = 1
+        self.rows = 0
+        self.lives = []
+        self.unnamed = set()  # indices of workers that died, whether or not others have taken their places
         self.begin()
-
-    # The trainer and its workers.
 
     def begin(self):
-        """A new trainer, with workers that are all new to it."""
-        self.fleet = Fleet(self.over.entry, self.crew)
-        self.scheme = self.fleet.make(**{"timeout": CALM, **self.over.options})
-        self.sender = self.fleet.open("policy", Weather, scheme=self.scheme)
-        self.by_version = {}
-        self.lives = [None] * len(self.fleet.workers)
-        for index in range(len(self.lives)):
-            self.enliven(index)
+        """Start the trainer and the workers; all of them have the weights of number 1 soon."""
+        raise NotImplementedError
 
-    def enliven(self, index):
-        number, row = self.sky.new_row()
-        worker = self.fleet.workers[index]
-        earlier = self.lives[index]
-        life = Life(index, worker, row, number, sent=set() if earlier is None else set(earlier.sent))
-        self.lives[index] = life
-        worker.start(live, self.sky.board.path, number)
-        await_computing(life, lambda: row.get("forwards"))
-        self.sky.pids.add(row.get("pid"))
+    def start(self, index):
+        """Start a worker, and make it known to the trainer."""
+        raise NotImplementedError
 
-    def end(self):
-        """End the trainer and the workers."""
-        finish(self.lives)
-        self.judge.look(self.lives)
-        self.fleet.close()
-        self.fleet = None
-        for life in self.lives:
-            life.row.close()
+    def call(self, timeout):
+        """Send the weights of self.number."""
+        raise NotImplementedError
 
-    def close(self):
-        if self.fleet is not None:
-            with contextlib.suppress(BaseException):
-                self.end()
-        self.hand.close()
-        self.crew.close()
+    def finish(self):
+        """End the trainer."""
+        raise NotImplementedError
 
-    # One call.
+    def new_life(self, index, target, *arguments):
+        self.rows += 1
+        row = Row(os.path.join(self.folder.name, str(self.rows)))
+        process = self.context.Process(target=target, args=(row.path, index, *arguments), daemon=True)
+        process.start()
+        return Life(index, process, row)
 
     def step(self):
-        self.repair()
-        timeout = self.timeout()
-        troubles = self.throw(timeout) if self.random.random() < 0.7 else 0
-        name = self.random.choices(["send", "async", "resend"], [6, 2, 1])[0]
+        self.number += 1
+        self.counts["steps"] += 1
+        dead_before = [life for life in self.lives if life.over]
+        held = any(life.stopped for life in self.lives)
+        timeout = self.random.choice(TIMEOUTS[:2] if held else TIMEOUTS)  # a long one would be waited for in full
+        hand = self.trouble(timeout)
+        start, error = time.monotonic(), None
         try:
-            getattr(self, f"do_{name}")(timeout)
-        finally:
-            self.hand.await_all(troubles)
-        self.judge.look(self.lives)
+            self.call(timeout)
+        except (shmsync.ShmSyncError, Gone) as raised:
+            error = raised
+        spent = time.monotonic() - start
+        hand.join()
+        self.note(f"a call with timeout {timeout}: {error!r:.200} after {spent:.3f} s")
+        if spent > timeout + OVERRUN:
+            raise Violation(f"a call with timeout {timeout} took {spent:.1f} s")
+        self.judge(error, timeout, dead_before)
+        self.repair()
 
-    def throw(self, timeout):
-        """A trouble for one of the workers, beside the next call or just before it; others may stand still too.
-
-        How many are still to be carried out.
-        """
-        choice = [life for life in self.lives if life.whole]
-        if not choice:
-            return 0
-        life, kind = self.random.choice(choice), self.random.choice(KINDS)
-        if kind == "stop" and timeout in LONG and self.random.random() < 0.9:
-            kind = "stop and go on"
-        delay = self.random.choice([0, 0.001, 0.003, 0.01, 0.05]) * self.random.random()
-        choice.remove(life)
-        gust = self.random.sample(choice, self.random.randint(0, len(choice))) if self.random.random() < 0.5 else []
-        troubles = [(kind, life, delay), *(("stop and go on", other, 0.0) for other in gust)]
-        for kind, life, delay in troubles:
+    def trouble(self, timeout):
+        """Begin a trouble of one worker in a thread, after a moment."""
+        life, kind = self.random.choice(self.lives), self.random.choice(KINDS)
+        kind = "pause" if kind == "stop" and timeout >= CALM else kind
+        delay = self.random.choice([0, 0.001, 0.005, 0.02]) * self.random.random()
+        hand = threading.Thread(target=lambda: (time.sleep(delay), life.suffer(kind)), daemon=True)
+        if self.random.random() < 0.6 and not life.over and not life.stopped:
             self.counts[kind] += 1
-            self.counts["kills"] += kind in DEADLY
-            self.sky.note(f"{kind} worker {life.index} (pid {life.row.get('pid')}) in {delay:.4f} s")
-            self.hand.order(kind, life, delay)
-        if self.random.random() < 0.3:
-            self.hand.await_all(len(troubles))
-            return 0
-        return len(troubles)
+            self.note(f"{kind} of worker {life.index}, pid {life.process.pid}, after {delay:.4f} s")
+            life.hurt, life.stopped = True, kind == "stop"
+            life.killed, life.exited = kind in KILLS, kind == "exit"
+            self.unnamed |= {life.index} if life.over else set()
+        else:
+            hand = threading.Thread(target=bool)
+        hand.start()
+        return hand
 
-    def timeout(self):
-        held = any(not life.whole and not life.doomed for life in self.lives)  # then a long one is waited for in full
-        return self.random.choice(SHORT if self.random.random() < (0.95 if held else 0.4) else LONG)
+    def judge(self, error, timeout, dead_before):
+        """Was the call right about every worker, and are all weights whole?"""
+        missing = list(getattr(error, "missing", ()))
+        self.counts["failed" if error else "sent"] += 1
+        for life in dead_before:
+            if self.must_name and not life.named and life.index not in missing:
+                raise Violation(f"worker {life.index} was dead before the call, which does not name it: {error!r}")
+        for life in self.lives:
+            calm = not (life.hurt or life.over or life.stopped)
+            if calm and life.index in missing and life.index not in self.unnamed and timeout >= CALM:
+                raise Violation(f"worker {life.index} is named, and nothing has befallen it: {error!r}")
+            if calm and error is None:
+                self.await_number(life, self.number)
+            life.named |= life.over and life.index in missing
+            for what in ("torn", "wrong", "backwards"):
+                if life.row[what]:
+                    raise Violation(f"worker {life.index} has seen weights that are {what}")
+            if life.row["number"] > self.number:
+                raise Violation(f"worker {life.index} has weights that nobody sent")
+        if isinstance(error, shmsync.WorkerDied):
+            if not self.unnamed & set(missing):
+                raise Violation(f"no worker is dead: {error!r}")
+            self.unnamed -= {index for index in missing if not self.lives[index].over}
 
-    def chosen(self):
-        """Worker ids for a call, and the lives that they stand for."""
-        if not self.over.partial or self.random.random() < 0.6:
-            return None, list(self.lives)
-        some = self.random.sample(self.lives, self.random.randint(1, len(self.lives)))
-        ids = [life.index for life in some]
-        return (ids[0] if len(ids) == 1 and self.random.random() < 0.5 else ids), some
-
-    def do_send(self, timeout):
-        self._judge(*self._post("send", timeout))
-
-    def do_async(self, timeout):
-        call, lives = self._post("send_async", timeout)
-        if call.error is not None:
-            self._judge(call, lives)
-            return
-        self.judge.ended(call, call.start, call.end, call.timeout, call.waited)
-        waiting = Call("wait_async", f"for {self._number}", timeout, sent_by=call)
-        carry_out(self.sender, waiting, {"timeout": waiting.timeout})
-        self._judge(waiting, lives)
-
-    def do_resend(self, timeout):
-        lives = [life for life in self.lives if not life.reported]
-        if not self.by_version or not lives:
-            return
-        number = self.by_version[max(self.by_version)]
-        for life in lives:  # a worker that others have gone on without may get the newest
-            life.sent.add(number)
-        call = Call("resend", f"{number} to {[life.index for life in lives]}", timeout)
-        carry_out(self.sender, call, {"worker_ids": [life.index for life in lives], "timeout": call.timeout})
-        self._judge(call, lives, 0 if self.over.partial else number)
-
-    def _post(self, name, timeout):
-        """Send the next weights by this method; the call, and the lives that it went to."""
-        self._number += 1
-        ids, lives = self.chosen()
-        form = self.random.choice(FORMS)
-        call = Call(name, f"{form} of {self._number}, worker_ids={ids}", timeout)
-        for life in lives:
-            life.sent.add(self._number)
-        weights = source(form, self._number)
-        carry_out(self.sender, call, {"weights": weights, "worker_ids": ids, "timeout": timeout})
-        return call, lives
-
-    def _judge(self, call, lives, number=None):
-        self.counts[call.name] += 1
-        self.counts["failed"] += call.error is not None
-        error = call.error
-        outcome = call.value if error is None else f"{type(error).__name__} {getattr(error, 'missing', '')}"
-        took = (call.end - call.start) / 1e9
-        self.sky.note(f"{call} -> {outcome} after {took:.4f} s")
-        version = self.sender.version
-        if version not in self.by_version:
-            self.by_version[version] = self._number
-        number = self._number if number is None else number
-        if call.error is None and call.name != "resend" and self.by_version.get(call.value) != number:
-            raise Violation(f"{call} returned version {call.value}, which is that of {self.by_version.get(call.value)}")
-        self.judge.check(call, lives, number, self.lives, self.sender.is_dead)
-
-    # Afterwards.
+    def await_number(self, life, number):
+        end = time.monotonic() + 60
+        while life.row["number"] < number:
+            if time.monotonic() > end or not life.process.is_alive():
+                raise Violation(f"worker {life.index} computes with {life.row['number']} after {number} has arrived")
+            time.sleep(0.001)
 
     def repair(self):
-        """New workers in the place of the dead, sooner or later; the stopped go on; now and then a new trainer."""
+        """The stopped go on, and new workers take the place of most of the dead."""
+        for life in list(self.lives):
+            life.hurt = False
+            if life.stopped and self.random.random() < 0.7:
+                processes.resume(life.process.pid)
+                life.stopped, life.hurt = False, True  # it may be late once more
+            if life.over and self.random.random() < 0.7:
+                self.counts["restarts"] += 1
+                self.lives[life.index] = self.start(life.index)
+
+    def note(self, text):
+        self.log.append(f"{self.counts['steps']}: {text}")
+
+    def end(self):
+        """All end in order; nothing of them is left."""
         for life in self.lives:
-            if life.stopped_since != math.inf and self.random.random() < 0.6:
-                resume(life)
-                self.sky.note(f"worker {life.index} goes on")
-        dead = [life for life in self.lives if life.doomed]
-        if len(dead) == len(self.lives) or self.random.random() < 0.004:
-            self.restart()
-            return
-        for life in dead:
-            if life in self.lives and self.random.random() < 0.7:  # a new trainer has new workers
-                self.replace(life)
+            if not life.over:
+                processes.resume(life.process.pid)
+                life.row["command"] = EXIT
+                life.process.join(60)
+                if life.process.exitcode != 0:
+                    raise Violation(f"worker {life.index} ended with {life.process.exitcode}")
+        self.finish()
 
-    def restart(self):
-        self.counts["trainer restarts"] += 1
-        self.sky.note("a new trainer")
-        self.end()
-        self.begin()
-
-    def replace(self, life):
-        index = life.index
-        self.judge.look([life])
-        life.worker.process.join()
-        self.fleet.replace(index)
-        self.counts["worker restarts"] += 1
-        self.sky.note(f"a new worker {index}")
-        self.fleet.join(index, self.scheme, "policy", Weather)
-        self.fleet.register(self.sender, index)
-        life.row.close()
-        self.enliven(index)
+    def close(self):
+        """After whatever has happened."""
+        for life in self.lives:
+            with contextlib.suppress(ProcessLookupError):
+                life.process.kill()
+            life.process.join()
+        self.folder.cleanup()
 
 
-# What makes a storm for a Sky, by its name.
-KINDS_OF_STORMS = {**{name: partial(Storm, name) for name in STORMS}, **ENGINES}
+class SchemeStorm(Storm):
+    """The trainer is this process."""
+
+    make = shmsync.SharedMemWeightSyncScheme
+    slots = 1
+
+    def begin(self):
+        options = {"slots": self.slots} if self.slots > 1 else {}
+        self.scheme = self.make(timeout=CALM, **options)
+        self.pipes, self.sender = [None] * self.count, None
+        self.lives = [self.start(index) for index in range(self.count)]
+        self.scheme.init_on_sender(
+            "policy", model=Weather(1), pipes=self.pipes, procs=[life.process for life in self.lives]
+        )
+        self.sender = self.scheme.get_sender()
+        self.sender.send(Weather(1))
+
+    def start(self, index):
+        ours, theirs = self.context.Pipe()
+        life = self.new_life(index, receive_on, self.scheme, theirs)
+        theirs.close()
+        self.pipes[index] = ours
+        if self.sender is not None:
+            self.sender.register_worker(index, ours, life.process)
+            life.hurt = True  # the start of a process may take longer than a short deadline
+        return life
+
+    def call(self, timeout):
+        how, weights = self.random.choice(["send", "send", "async"]), Weather(self.number)
+        if self.random.random() < 0.5:
+            weights = weights.state_dict()
+        if how == "send":
+            self.sender.send(weights, timeout=timeout)
+        else:
+            self.sender.send_async(weights, timeout=timeout)
+            self.sender.wait_async(timeout=timeout)
+
+    def finish(self):
+        self.scheme.shutdown()
+        if left := processes.segments():
+            raise Violation(f"{left} are left")
+
+    def close(self):
+        super().close()
+        with contextlib.suppress(Exception):
+            self.scheme.shutdown()
 
 
-def what_is_there():
-    """Of this process: descriptors, threads, arenas, and processes that come from it."""
-    gc.collect()
-    return {
-        "processes": len(psutil.Process().children(recursive=True)),
-        "descriptors": len(descriptors()),
-        "threads": threading.active_count(),
-        "arenas": len(segments()),
-    }
+class ThreeSlots(SchemeStorm):
+    slots = 3
+
+
+class Pipes(SchemeStorm):
+    make = shmsync.MultiProcessWeightSyncScheme
+
+
+class EngineStorm(Storm):
+    """A publisher in a process that is killed too, and readers that follow its name."""
+
+    count = 8
+    must_name = False  # an earlier call, or a wait for a slot, may have taken its row
+    device = False
+
+    def begin(self):
+        self.name = f"storm-{os.getpid()}-{secrets.token_hex(4)}"
+        self.new_trainer()
+        self.lives = [self.start(index) for index in range(self.count)]
+        for life in self.lives:
+            self.await_number(life, 1)
+
+    def new_trainer(self):
+        self.trainer = Worker(self.context)
+        self.trainer.call(make_publisher, self.name, self.random.choice([1, 1, 2, 3]), self.number, self.device)
+
+    def start(self, index):
+        life = self.new_life(index, read_on, self.name, self.device)
+        life.hurt = True
+        return life
+
+    def call(self, timeout):
+        killer = threading.Timer(0.01 * self.random.random(), lambda: os.kill(self.trainer.pid, signal.SIGKILL))
+        if self.random.random() < 0.05:
+            killer.start()
+        try:
+            self.trainer.call(publish, self.random.choice(["module", "mapping", "update"]), self.number, timeout)
+        except (Gone, BrokenPipeError) as error:
+            raise Gone(None) from error
+        finally:
+            if killer.is_alive():
+                killer.join()
+
+    def repair(self):
+        self.trainer.process.join(0.02 if self.trainer.process.is_alive() else None)
+        if not self.trainer.process.is_alive():
+            self.counts["new trainers"] += 1
+            self.trainer.conn.close()
+            self.new_trainer()
+            for life in self.lives:
+                if not life.over and not life.stopped:
+                    self.await_number(life, self.number)
+        super().repair()
+
+    def finish(self):
+        self.trainer.call(close)
+        self.trainer.finish()
+        if processes.segment_path(self.name).exists():
+            raise Violation(f"{processes.segment_path(self.name)} is left")
+
+    def close(self):
+        super().close()
+        self.trainer.end()
+        processes.segment_path(self.name).unlink(missing_ok=True)
+
+
+class DeviceStorm(EngineStorm):
+    device = True
+
+
+STORMS = {
+    "multiprocess": Pipes,
+    "shared-memory": SchemeStorm,
+    "shared-memory-3": ThreeSlots,
+    "engine": EngineStorm,
+    "engine-device": DeviceStorm,
+}
 
 
 def run(name, seconds, seed, say=print):
     """A storm of so many seconds; the counts. Raises Violation."""
-    sky = Sky(seed)
-    storm = None
+    before = threading.active_count()
+    storm = STORMS[name](seed)
     try:
-        storm = KINDS_OF_STORMS[name](sky)
         start = said = time.monotonic()
         while time.monotonic() < start + seconds:
             storm.step()
-            sky.counts["steps"] += 1
             if time.monotonic() > said + 10:
                 said = time.monotonic()
-                say(line(name, sky, said - start))
+                say(f"{name} {said - start:.0f} s: {dict(storm.counts)}")
         storm.end()
-        return sky
     except BaseException:
-        say(f"seed {seed}; the last events:\n" + "\n".join(sky.log))
+        say(f"seed {seed}; the last events:\n" + "\n".join(storm.log))
         raise
     finally:
-        if storm is not None:
-            storm.close()
-        left = [pid for pid in sky.pids if segments(pid)]
-        sky.close()
-        if sys.exc_info()[0] is None and left:
-            raise Violation(f"arenas of {left} are left")
-
-
-def line(name, sky, elapsed):
-    counts, judge = sky.counts, sky.judge
-    sends = sum(counts[each] for each in SENDS)
-    return (
-        f"{name} {elapsed:5.0f} s: {sends} sends, {counts['failed']} of them failed, {counts['kills']} kills, "
-        f"{counts['stop'] + counts['stop and go on']} stops, {counts['worker restarts']} workers and "
-        f"{counts['trainer restarts']} trainers restarted, worst overrun {judge.worst_overrun:.3f} s, "
-        f"the machine {sky.lateness.worst:.3f} s"
-    )
-
-
-def table(name, sky, seconds):
-    rows = [(what, sky.counts[what]) for what in sorted(sky.counts) if what != "steps"]
-    rows += [("worst overrun", f"{sky.judge.worst_overrun:.3f} s")]
-    rows += [("lateness of the machine", f"{sky.lateness.worst:.3f} s"), ("seed", sky.seed)]
-    return f"{name}, {seconds} s\n" + "\n".join(f"  {what:26}{value}" for what, value in rows)
+        storm.close()
+    end = time.monotonic() + 20  # what was killed needs a moment to be gone
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.1)
+    if threading.active_count() > before:
+        raise Violation(f"threads are left: {threading.enumerate()}")
+    return storm.counts
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--of", choices=KINDS_OF_STORMS, default="shared-memory")
+    parser.add_argument("--of", choices=STORMS, default="shared-memory")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=None)
     given = parser.parse_args()
     faulthandler.dump_traceback_later(given.seconds + 240, exit=True)  # where it hangs
     seed = secrets.randbits(31) if given.seed is None else given.seed
     print(f"{given.of}: {given.seconds:g} s, seed {seed}", flush=True)
-    before = None
     try:
-        for seconds in (1, given.seconds):  # the first lets everything be imported that is imported only once
-            sky = run(given.of, seconds, seed, lambda text: print(text, flush=True))
-            after, until = what_is_there(), time.monotonic() + 20
-            while before is not None and any(after[each] > before[each] for each in after) and time.monotonic() < until:
-                time.sleep(0.1)  # what was killed needs a moment to be gone
-                after = what_is_there()
-            if before is not None and any(after[each] > before[each] for each in after):
-                raise Violation(f"left behind: {before} before, {after} after")
-            before = after
+        print(dict(run(given.of, given.seconds, seed, lambda text: print(text, flush=True))), flush=True)
     except Violation as error:
         print(f"VIOLATION: {error}", flush=True)
         return 1
-    print(table(given.of, sky, given.seconds), flush=True)
     return 0
 
 

@@ -88,17 +88,6 @@ def test_training_goes_on_as_it_would_without(adopted, kind, known, set_to_none,
     assert_equal(twins.module, twins.other)
 
 
-def test_sparse_gradients_that_are_there_already_are_kept(adopted):
-    module = nn.Embedding(4, 2, sparse=True)
-    module.weight.data = torch.zeros(2, 4).t()
-    optimizer = torch.optim.SparseAdam(module.parameters(), lr=1.0)
-    module(torch.tensor([1])).sum().backward()
-    pub, _ = adopted(module, optimizer)
-    optimizer.step()
-    assert pub.version == 2
-    torch.testing.assert_close(pub.weights["weight"], torch.tensor([[0.0, 0], [-1, -1], [0, 0], [0, 0]]))
-
-
 # ---- memory that tensors of the module share
 
 

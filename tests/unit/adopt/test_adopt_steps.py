@@ -121,30 +121,6 @@ def with_gradients(module):
     return module
 
 
-def test_a_step_that_is_compiled_after_adopt_is_a_version(adopted, compiled):
-    compile, graphs = compiled
-    module, other = with_gradients(nn.Linear(2, 2)), with_gradients(nn.Linear(2, 2))
-    other.load_state_dict(module.state_dict())
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0, foreach=True)
-    others = torch.optim.SGD(other.parameters(), lr=1.0)
-    pub, sub = adopted(module, optimizer)
-    step = compile(optimizer.step)
-    for version in range(2, 6):
-        if version % 2:
-            with pub.update():
-                step()
-        else:
-            step()
-        others.step()
-        assert pub.version == version
-        torch.testing.assert_close(sub.snapshot().weights["weight"], other.weight.detach())
-    assert len(graphs) == 1
-    pub.close()
-    step()
-    others.step()
-    assert torch.equal(module.weight, other.weight)
-
-
 @pytest.mark.parametrize("how", ["taken", "compiled"])
 def test_a_step_that_was_taken_before_adopt_is_refused_outside_update(adopted, compiled, how):
     compile, graphs = compiled

@@ -53,17 +53,6 @@ def test_a_buffer_that_is_a_view_of_a_parameter_is_refused(publisher, subscriber
     assert [each.data_ptr() for each in worker.parameters()] == places
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-@torch.no_grad()
-def test_a_part_may_be_scripted(both):
-    trainer, worker = (nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2))) for _ in range(2))
-    pub, sub = both(trainer)
-    sub.bind(worker)
-    step(trainer)
-    pub.publish()
-    assert torch.equal(worker(torch.ones(1, 2)), trainer(torch.ones(1, 2)))
-
-
 def test_a_lazy_module_is_refused_until_it_has_run(publisher, subscriber):
     sub = subscriber(publisher(nn.Linear(3, 2)))
     worker = nn.LazyLinear(2)
@@ -87,33 +76,6 @@ def test_a_binding_outlives_the_container_that_was_passed(both, guard):
         pub.publish()
         with sub.read():
             assert torch.equal(pi.weight, trainer["pi"].weight)
-
-
-@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
-@torch.no_grad()
-def test_a_call_that_had_begun_when_the_module_was_bound_again_uses_the_new_arena(publisher, subscriber, consistency):
-    before, after, worker = nn.Linear(4, 2), nn.Linear(4, 2), nn.Linear(4, 2)
-    old, new = (subscriber(publisher(each), consistency=consistency) for each in (before, after))
-    old.bind(worker)
-    begun = worker.forward  # as another thread has it, which waits to enter its section
-    old.close()
-    with pytest.raises(shmsync.ClosedError):
-        begun(torch.ones(1, 4))
-    new.bind(worker)
-    x = torch.randn(5, 4)
-    assert torch.equal(begun(x), after(x)) and torch.equal(worker(x), after(x))
-
-
-@torch.no_grad()
-def test_a_forward_that_was_wrapped_survives_a_new_binding(publisher, subscriber):
-    trainer, worker = Policy(), Policy()
-    with shmsync.Publisher(Policy()) as old, shmsync.Subscriber(old.handle) as sub:
-        sub.bind(worker)
-        inner = worker.forward
-        worker.forward = lambda x: inner(x) + 1
-    subscriber(publisher(trainer)).bind(worker)
-    x = torch.randn(2, 4)
-    assert torch.equal(worker(x), trainer(x) + 1)
 
 
 def tied(module):
@@ -185,11 +147,3 @@ def test_what_is_no_eager_module_is_a_type_error(publisher, subscriber):
             sub.bind(wrong)
     with pytest.raises(TypeError, match="several modules into one torch.nn.ModuleDict"):
         sub.bind({"actor": nn.Linear(2, 2)})
-
-
-def test_modules_that_are_gone_keep_nothing_alive_once_another_is_bound(publisher, subscriber):
-    sub = subscriber(publisher(nn.BatchNorm1d(4)))
-    for _ in range(5):
-        sub.bind(nn.BatchNorm1d(4))
-        gc.collect()
-    assert len(sub._reader.followers) <= 2

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
-
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictParams
@@ -125,26 +122,6 @@ def test_a_bind_that_fails_leaves_no_guard_and_moves_nothing(publisher, subscrib
         worker.head.weight.fill_(1.0)  # private, and writable
     pub.publish()
     sub.bind(worker)
-
-
-@pytest.mark.parametrize("transform", ["grad", "jacrev", "vmap", "jvp"])
-def test_a_version_that_comes_below_a_transform(bound, transform):
-    trainer, worker, pub, _ = bound(lambda: nn.Linear(3, 1), 2)
-    x = torch.randn(3)
-    run = {
-        "grad": lambda net: torch.func.grad(lambda x: net(x).sum())(x),
-        "jacrev": lambda net: torch.func.jacrev(net)(x),
-        "vmap": lambda net: torch.vmap(net)(torch.stack([x, x])),
-        "jvp": lambda net: torch.func.jvp(net, (x,), (x,))[1],
-    }[transform]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(3):
-            step(trainer)
-            pub.publish()
-            assert torch.allclose(run(worker), run(trainer))
-    step(worker_free := copy.deepcopy(worker))
-    assert worker_free.weight.shape == (1, 3)
 
 
 def test_a_module_with_a_tensordict_of_parameters_is_bound(bound):

@@ -10,10 +10,9 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 
 import shmsync
-from support.jobs.engine import bind_copies
 from support.weights import step
 
 DEVICES = ["meta", "cpu"]
@@ -128,18 +127,6 @@ def test_a_bound_module_computes_what_the_trainers_does(publisher, subscriber, k
         assert type(worker.weight) is Marked and worker.weight.mark == "kept"
 
 
-@pytest.mark.parametrize("copies", [False, True])
-def test_an_optimizer_of_a_module_on_the_meta_device_has_its_parameters(publisher, subscriber, copies):
-    trainer, worker = made("LSTM {}", "cpu"), made("LSTM {}", "meta")
-    optimizer = torch.optim.SGD(worker.parameters())
-    sub = subscriber(publisher(trainer))
-    (bind_copies(sub, worker) if copies else sub.bind(worker))
-    held = optimizer.param_groups[0]["params"]
-    assert all(a is b for a, b in zip(held, worker.parameters(), strict=True))
-    assert torch.equal(held[0], trainer.weight_ih_l0)
-    assert (held[0].data_ptr() == sub.weights["weight_ih_l0"].data_ptr()) is not copies
-
-
 def old_weight_norm():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -169,12 +156,3 @@ def test_what_cannot_get_memory_is_refused_before_anything_changes(publisher, su
     sub.bind(worker)
     x = torch.randn(2, 3)
     assert torch.equal(output(worker[2], x), output(trainer[2], x))
-
-
-def test_a_parametrized_lstm_may_lose_its_parametrization_when_it_is_copied(publisher, subscriber):
-    trainer, worker = made("weight_norm of an LSTM", "cpu"), made("weight_norm of an LSTM", "meta")
-    subscriber(publisher(trainer)).bind(worker)
-    mine = copy.deepcopy(worker)
-    parametrize.remove_parametrizations(mine, "weight_hh_l0")
-    x = torch.randn(3, 2, 3)
-    assert torch.equal(output(mine, x), output(trainer, x))

@@ -8,7 +8,6 @@ import dataclasses
 import pytest
 import torch
 from tensordict import TensorDict, tensorclass
-from tensordict.nn import TensorDictModule
 from torch import distributions, nn
 
 SIZE = 4
@@ -166,11 +165,3 @@ def test_the_modules_own_objects_stay_as_they_are(bound):
     out = worker()
     assert worker.kept[0] is worker.weight and out["a"] is not worker.kept
     assert out["names"] is worker.names and out["module"] is worker
-
-
-@torch.no_grad()
-def test_a_tensordict_that_was_given_is_the_one_that_comes_back(bound):
-    trainer, worker, _, _ = bound(lambda: TensorDictModule(nn.Linear(3, 2), in_keys=["x"], out_keys=["y"]))
-    given = TensorDict({"x": torch.randn(3), "inner": TensorDict({"z": torch.zeros(1)})})
-    expected = trainer(given.clone())["y"]
-    assert worker(given) is given and torch.equal(given["y"], expected)

@@ -32,21 +32,6 @@ def test_load_state_dict_into_a_bound_module_is_a_typed_error(bound, guard):
     copy.deepcopy(worker).load_state_dict(state)
 
 
-@pytest.mark.parametrize("slots", [1, 3])
-@torch.no_grad()
-def test_a_replaced_buffer_is_bound_with_the_next_version(bound, slots):
-    trainer, worker, pub, _ = bound(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), slots)
-    x = torch.randn(3, 4)
-    mine = torch.full((4,), 9.0)
-    worker[1].running_mean = mine
-    worker[1]._buffers["running_var"] = torch.full((7,), 9.0)
-    step(trainer)
-    trainer[1].running_mean = torch.full((4,), 5.0)
-    pub.publish()
-    assert torch.equal(worker(x), trainer(x))
-    assert mine.eq(9).all(), "the tensor that took the place is somebody's"
-
-
 @torch.no_grad()
 def test_other_memory_under_bound_parameters_is_a_typed_error(bound):
     trainer, worker, pub, sub = bound(lambda: nn.Linear(4, 4))

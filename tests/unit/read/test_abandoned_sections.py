@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import gc
-import threading
 from contextlib import contextmanager
 
 import pytest
 import torch
 
 import shmsync
-from support.calls import Call, elsewhere, meanwhile
+from support.calls import Call, elsewhere
 from support.processes import until
-from support.weights import put
 
 
 def ended_inside(sub):
@@ -102,38 +100,6 @@ def test_an_error_in_the_body_is_not_hidden_by_a_section_that_is_open(pair):
     with pytest.raises(shmsync.ProtocolError), sub:
         section.__enter__()
     section.__exit__(None, None, None)
-
-
-def test_a_section_that_was_not_entered_shows_nothing_and_cannot_be_left(pair):
-    pub, sub = pair()
-    stray = sub.read()
-    with sub.read():
-        for show in (lambda: stray.weights, stray.numpy):
-            with pytest.raises(shmsync.ProtocolError, match="with sub.read.. as section"):
-                show()
-        with pytest.raises(shmsync.ProtocolError, match="not entered"):
-            stray.__exit__(None, None, None)
-        with pytest.raises(shmsync.ReaderStalled):
-            pub_elsewhere(pub)
-    put(pub, 1)
-
-
-def test_threads_take_turns_fairly(pair):
-    """A thread that waits gets its turn though another one enters again and again."""
-    _, sub = pair(timeout=60.0)
-    entered = threading.Event()
-
-    def enter():
-        with sub.read():
-            entered.set()
-
-    with meanwhile(enter):
-        entered.wait(60)
-        for _ in range(50):
-            with sub.read():
-                pass
-            with sub._reader.hold_lock():
-                pass
 
 
 def test_many_threads_share_one_subscriber(pair):

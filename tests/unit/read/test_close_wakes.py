@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import nullcontext
 from math import inf as for_ever
 
 import pytest
@@ -94,36 +92,3 @@ def test_close_of_the_publisher_wakes_a_wait_for_acks(publisher, subscriber, wri
     assert (error.version, error.missing) == (2, [3])
     assert sub.refresh()
     assert sub.version == 2
-
-
-@pytest.mark.parametrize("waits_in", ["begin", "wait_for_acks"])
-def test_a_third_thread_does_not_take_the_lock_that_a_wait_gave_up_for_close(publisher, subscriber, waits_in):
-    """close() succeeds, or no waiter gets the error that the arena is closed."""
-    pub = publisher({"t": torch.zeros(4)}, timeout=for_ever)
-    reader = subscriber(pub, worker=3)
-    with reader.read() if waits_in == "begin" else nullcontext():
-        waiter = Call(pub.publish, wait=None if waits_in == "begin" else [3])
-        until_waits(waiter, waits_in)
-        over, entered = threading.Event(), []
-
-        def third_thread():
-            while not over.is_set():
-                try:
-                    with pub.update():
-                        entered.append(True)
-                        over.wait(60)
-                except shmsync.WriterBusy:
-                    pass
-                except shmsync.ClosedError:
-                    return
-
-        busy = Call(third_thread)
-        try:
-            pub.close()
-        finally:
-            over.set()
-        ends_closed(waiter)
-        busy.join(60)
-    assert not entered
-    with pytest.raises(shmsync.ArenaNotFound):
-        shmsync.Subscriber(pub.handle)

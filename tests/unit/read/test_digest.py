@@ -75,14 +75,6 @@ def test_what_a_module_holds_instead_has_another_digest(ends):
     assert sub.digest(half)[1]["conv.bias"] != ours["conv.bias"]  # another dtype has other bytes
 
 
-def test_a_source_that_names_tied_weights_once(both):
-    trainer = Net()
-    state = trainer.state_dict()
-    del state["out.weight"]
-    pub, sub = both(state)
-    assert sub.digest(trainer) == pub.digest()
-
-
 def test_parts_of_the_model_and_what_they_lack(ends):
     trainer, _, pub, sub = ends()
     parts = [nn.ModuleDict({name: each}) for name, each in trainer.named_children()]

@@ -53,26 +53,6 @@ def test_every_leaf_arrives_as_a_tensor_of_its_own(both, slots, consistency):
         assert torch.equal(leaves["float32", "of5"], given["tied"])
 
 
-def test_each_leaf_has_its_own_storage(publisher, subscriber):
-    tied = torch.rand(100)
-    sub = subscriber(publisher({"a": tied, "b": torch.rand(3, 4), "tied": tied}))
-    for leaf in sub.snapshot().weights.values(True, True):
-        assert leaf.untyped_storage().nbytes() == leaf.nbytes and leaf.storage_offset() == 0
-
-
-def test_a_snapshot_is_a_tensordict_like_any_other(publisher, subscriber):
-    sub = subscriber(publisher({"a.b": torch.ones(2), "c": torch.ones(3, 2)}))
-    taken = sub.snapshot().weights
-    assert set(taken.flatten_keys(".").keys()) == {"a.b", "c"}
-    assert (taken + 1)["a", "b"].tolist() == [2, 2]
-    made = TensorDict({"a": TensorDict({"b": torch.ones(2)}, []), "c": torch.ones(3, 2)}, [])
-    assert (taken == made).all() and taken.device == made.device and taken.names == made.names
-    taken.lock_()
-    assert taken["a"].is_locked
-    taken.unlock_()["a", "d"] = torch.zeros(1)
-    assert taken.clone()["a", "d"].tolist() == [0]
-
-
 def test_a_snapshot_across_a_restart_is_of_the_arena_that_its_version_is_of(publisher):
     old = publisher({"t": torch.full((300,), -1.0)}, name="snapshot-of-the-next", slots=2)
     with shmsync.Subscriber(old.handle, follow=True) as sub:

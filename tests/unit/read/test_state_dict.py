@@ -119,11 +119,3 @@ def test_update_takes_dotted_keys(both):
     private = sub.snapshot().weights
     private["layers.0.bias"] = torch.ones(4)  # in a snapshot a leaf may be replaced
     assert private["layers", "0", "bias"].tolist() == [1] * 4
-
-
-def test_keys_with_dots_of_their_own_come_first(publisher, subscriber):
-    pub = publisher(TensorDict({"a.b": torch.ones(1), "n": TensorDict({"a.b": torch.zeros(1)})}))
-    for weights in sources(pub, subscriber(pub)):
-        assert weights["a.b"].item() == 1
-        assert weights["n.a.b"] is weights["n", "a.b"]
-        assert weights["n.a.b"].item() == 0

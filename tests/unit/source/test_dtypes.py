@@ -114,11 +114,6 @@ def test_one_dtype_casts_parameters_and_buffers_keep_theirs(publisher, subscribe
         assert pub.weights["inv_freq"][0] == 1 + 2**-12
 
 
-def test_an_instance_of_buffer_is_known_by_its_type(publisher):
-    pub = publisher({"w": torch.zeros(2), "table": nn.Buffer(torch.zeros(2))}, dtype=BF16)
-    assert dtypes_of(pub) == {"w": BF16, "table": F32}
-
-
 WRONG = [
     ({"dtype": {"head.*": BF16, "proj.*": BF16}}, ManifestMismatch, r"'head\.\*' of dtype= matches no leaf"),
     ({"dtype": {"*.num_batches_tracked": BF16}}, ManifestMismatch, "matches only leaves that are not floating"),

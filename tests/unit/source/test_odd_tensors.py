@@ -7,7 +7,7 @@ import multiprocessing
 
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorclass
+from tensordict import NonTensorData, TensorDict, tensorclass
 from torch import nn
 
 import shmsync
@@ -145,20 +145,6 @@ class Pair:
 
     left: torch.Tensor
     right: torch.Tensor
-
-
-def test_tensorclasses_and_lazy_stacks_inside_a_tensordict(publisher):
-    parts = [TensorDict({"x": torch.full((2,), float(i))}, batch_size=[]) for i in range(2)]
-    source = TensorDict({"lazy": LazyStackedTensorDict(*parts), "n": {"deep": torch.ones(1)}}, batch_size=[])
-    source["pair"] = Pair(left=torch.ones(2), right=torch.zeros(2), batch_size=[])
-    pub = publisher(source)
-    keys = {".".join(key) for key in pub.weights.keys(True, True) if isinstance(key, tuple)}
-    assert keys == {"lazy.x", "n.deep", "pair.left", "pair.right"}
-    parts[1]["x"].fill_(7.0)
-    source["pair"].right.fill_(8.0)
-    pub.publish()
-    assert pub.weights["lazy", "x"].tolist() == [[0, 0], [7, 7]]
-    assert pub.weights["pair", "right"].tolist() == [8, 8]
 
 
 def test_what_is_no_tensor_in_a_tensordict_is_named():

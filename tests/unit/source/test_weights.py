@@ -54,25 +54,6 @@ def test_tied_parameters_share_one_place_and_stay_tied(both):
     assert torch.equal(copy["a"].weight, module["a"].weight)
 
 
-def test_a_tied_tensor_may_go_by_one_of_its_names_alone(publisher, subscriber):
-    """As in a checkpoint that saves shared tensors once."""
-
-    def net(value):
-        made = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
-        made["b"].weight = made["a"].weight
-        nn.init.constant_(made["a"].weight, value)
-        return made
-
-    pub = publisher({"a.weight": net(1.0)["a"].weight})
-    worker = subscriber(pub).bind(net(0.0), guard=False)
-    assert worker["b"].weight is worker["a"].weight and (worker["b"].weight == 1).all()
-    pub.publish(net(2.0))  # and by both
-    assert (pub.weights["a", "weight"] == 2).all()
-    apart = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
-    with pytest.raises(shmsync.ManifestMismatch, match=r"b\.weight is not in the arena"):
-        subscriber(pub).bind(apart)
-
-
 @torch.no_grad()
 def test_a_mapping_may_hold_modules_arrays_and_numbers(both):
     """A policy and the statistics of its observations. Each publish reads both; a worker binds the policy alone."""

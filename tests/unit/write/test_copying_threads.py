@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from support.processes import until
 
 LARGE = 20 << 20  # bytes; from 3 MiB on helpers are started
 SEVERAL = len(os.sched_getaffinity(0)) > 1
-needs_two_processors = pytest.mark.skipif(not SEVERAL, reason="needs two processors, and may use one")
 
 
 @pytest.fixture
@@ -37,16 +34,6 @@ def helpers():
 
 def publish_until_helped(pub, source):
     until(lambda: pub.publish(source) and helpers())
-
-
-def test_no_helper_is_started_where_torch_may_use_one_thread(publisher, threads):
-    until(lambda: not helpers())
-    source = {"w": torch.zeros(LARGE // 4)}
-    pub = publisher(source)
-    threads(1)
-    for _ in range(10):
-        pub.publish(source)
-    assert not helpers()
 
 
 @pytest.mark.parametrize("sizes", [[LARGE // 4], [1000] * 6000, [5, LARGE // 8, 0, 77, LARGE // 8]])
@@ -98,9 +85,3 @@ while "shmsync-copy\\n" not in names():
     pub.publish(source)
 print("there", flush=True)
 """
-
-
-@needs_two_processors
-def test_a_process_ends_as_ever_while_it_has_a_helper():
-    ran = subprocess.run([sys.executable, "-Wignore", "-c", END], capture_output=True, text=True)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "there\n", "")

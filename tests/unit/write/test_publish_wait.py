@@ -31,24 +31,3 @@ def test_a_subscriber_that_does_not_refresh_is_named(publisher, subscriber, wait
     with pytest.raises(shmsync.AckTimeout) as error:
         pub.publish(wait=wait, timeout=0.05)
     assert (error.value.missing, error.value.version, pub.version) == ([7], 3, 3)
-
-
-def test_wait_takes_any_iterable_of_indices_and_refuses_others(publisher, subscriber):
-    pub = publisher({"w": torch.zeros(3)})
-    subscriber(pub, worker=0)
-    with pytest.raises(shmsync.AckTimeout):
-        pub.publish(wait=(index for index in [0]), timeout=0.05)
-    for wrong in (5, "everybody", [-1], ["0"], [True]):
-        with pytest.raises(ValueError, match="wait is|worker is"):
-            pub.publish(wait=wrong)
-    assert pub.version == 2
-
-
-@pytest.mark.parametrize("slots", [1, 2])
-def test_a_version_that_nobody_applied_in_time_is_no_aborted_call(publisher, subscriber, slots):
-    pub = publisher({"w": torch.zeros(3)}, slots=slots)
-    subscriber(pub, worker=0)
-    with pytest.raises(shmsync.AckTimeout), pub.update(wait=[0], timeout=0.05):
-        pass
-    assert (pub.version, pub.stats().updates, pub.stats().aborted) == (2, 1, 0)
-    assert pub.publish() == 3

@@ -42,46 +42,6 @@ def test_the_body_of_update_does_not_eat_the_workers_time(publisher, subscriber)
     assert sub.version == 2
 
 
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["nested", "another thread"])
-def test_one_update_entered_twice_leaves_the_outer_one_alone(publisher, elsewhere):
-    pub = publisher({"t": torch.zeros(4)})
-    update = pub.update()
-
-    def again():
-        with update:
-            pass
-
-    with update as weights:
-        with pytest.raises(shmsync.WriterBusy):
-            Call(again).result() if elsewhere else again()
-        with pytest.raises(shmsync.WriterBusy):  # the lock is still held
-            pub.publish()
-        weights["t"].fill_(1)
-    assert pub.version == 2
-    assert pub.weights["t"].tolist() == [1] * 4
-
-
-def test_an_update_that_is_over_cannot_be_left_again(publisher):
-    pub = publisher({"t": torch.zeros(4)})
-    update = pub.update()
-    with pytest.raises(shmsync.ProtocolError, match="not entered"):
-        update.__exit__(None, None, None)
-    with update:
-        pass
-    with pytest.raises(shmsync.ProtocolError, match="not entered"):
-        update.__exit__(None, None, None)
-    with pub.update() as weights:
-        with pytest.raises(shmsync.ProtocolError, match="not entered"):
-            update.__exit__(ValueError, None, None)
-        with pytest.raises(shmsync.WriterBusy), update:
-            pass
-        weights["t"].fill_(1)
-    assert pub.version == 3
-    with update as weights:  # entered again
-        weights["t"].fill_(2)
-    assert pub.version == 4
-
-
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_body_that_raises_poisons_the_only_slot(both, slots):
     pub, sub = both({"t": torch.zeros(4)}, slots=slots)

@@ -1,1 +1,0 @@
-"""Baselines for a send of shmsync's schemes."""

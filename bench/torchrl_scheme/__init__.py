@@ -1,1 +1,0 @@
-"""The scheme for TorchRL in TorchRL's own collectors: the contest, its trainers, policies and reports."""
