@@ -73,7 +73,7 @@ def check_worker(worker: int) -> int:
     return whole("worker", worker, 0, (1 << 31) - 1, ValueError)
 
 
-SLICE = 0.05  # seconds between two looks at the partner's life
+SLICE = 0.025  # seconds between two looks at the partner's life, so that its death is noticed within 50 ms
 
 
 def slice_until(deadline: float, most: float = SLICE) -> int:
