@@ -121,9 +121,9 @@ FAULTS = [
           "others = ()", "integrations/scheme/test_sends.py"),
     Fault("shmsync/integrations/torchrl/worker/clock.py", "self.flight.due = True  # roots", "pass  # roots",
           "integrations/scheme/test_workers.py integrations/collectors/weights/test_versions.py"),
-    Fault("shmsync/cli/sweeping.py", 'return f"would remove {seen.name}{_why(seen)}"',
-          'return f"would keep {seen.name}{_why(seen)}"', "engine/observe/test_observed.py"),
-    Fault("shmsync/cli/top/figures.py", 'holding = {reader.row: number for number', "holding = {0: number for number",
+    Fault("shmsync/cli/listing.py", 'say(f"would remove {seen.name}{why}")', 'say(f"would keep {seen.name}{why}")',
+          "engine/observe/test_observed.py"),
+    Fault("shmsync/cli/top.py", "blocking = {reader.row for reader in front}", "blocking = set()",
           "programs/test_top.py"),
     # the native core
     Fault("native/src/publication.cpp", "if (k == current_slot_ || pinned[k]) continue;",

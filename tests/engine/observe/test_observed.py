@@ -29,7 +29,7 @@ from support.weights import stamped
 
 @pytest.fixture
 def said(capsys):
-    """said("list", "-v") -> what the command prints."""
+    """said("list", "--json") -> what the command prints."""
 
     def run(*arguments, status=0):
         assert cli.main(arguments) == status
@@ -121,7 +121,6 @@ def test_readers_are_shown_as_they_are(start, name, told, said):
     text = said("inspect", name, "--interval", "0")
     line = next(line for line in text.splitlines() if line.split()[:2] == ["0", str(pinned.pid)])
     assert line.split()[2:6] == ["alive", "2", "1", "2"]
-    assert "3 of 64 rows (1 alive, 1 stopped, 1 dead" in said("list", "-v", "--interval", "0")
     pinned.call(leave)
     assert told(name)["readers"][0]["reads"] >= 1
 
@@ -132,19 +131,17 @@ def test_weights_slots_and_ties(said):
     with shmsync.Publisher(weights, slots=2) as pub:
         text = said("inspect", pub.name, "--interval", "0")
         leaves = json.loads(said("inspect", pub.name, "--json", "--interval", "0"))["leaves"]
-        short = said("inspect", pub.name, "--depth", "1", "--interval", "0")
         pub.publish()
         later = said("inspect", pub.name, "--interval", "0")
     assert "int64 [5]  40 B" in text
     assert "weight  float32 [4, 3]  48 B" in text
-    assert "weight  float32 [4, 3]  = embed.weight" in text
+    assert re.search(r"head\.weight +float32 \[4, 3\]  = embed\.weight", text)
     assert re.search(r"^  0  version 1, current\n  1  never written$", text, re.M) or "version 1, current" in text
     assert {leaf["name"]: (leaf["dtype"], leaf["shape"], leaf["tied"]) for leaf in leaves} == {
         "embed.weight": ("float32", [4, 3], ["head.weight"]),
         "body.0.bias": ("int64", [5], []),
         "head.weight": ("float32", [4, 3], ["embed.weight"]),
     }
-    assert "body  (1 tensor, 40 B)" in short and "int64" not in short
     assert "version 2, current" in later and "version 1\n" in later
 
 
@@ -163,7 +160,7 @@ def test_nobody_notices_that_they_are_looked_at(start, name, said):
     worker.call(attach, trainer.call(open_arena, 2, name=name, max_readers=1), worker=0)
     worker.call(device_is_idle)
     before = segment_path(name).read_bytes()
-    for arguments in (("list", "-v"), ("inspect", name), ("gc", "--dry-run")):
+    for arguments in (("list",), ("inspect", name), ("gc", "--dry-run")):
         said(*arguments)
     assert before == segment_path(name).read_bytes()
 
