@@ -116,7 +116,7 @@ FAULTS = [
     # collectors, integrations, cli
     Fault("shmsync/collectors/trainer/batches.py", "if lag <= self._options.max_lag:", "if True:",
           "collectors/test_weights.py"),
-    Fault("shmsync/collectors/worker/singles.py", "self._returns[i] = 0.0", "pass", "collectors/frames/test_frames.py"),
+    Fault("shmsync/collectors/rollout.py", "self._returns[i] = 0.0", "pass", "collectors/frames/test_frames.py"),
     Fault("shmsync/integrations/torchrl/trainer/groups.py", "others = member.workers.difference(chosen, absent)",
           "others = ()", "integrations/scheme/test_sends.py"),
     Fault("shmsync/integrations/torchrl/worker/clock.py", "self.flight.due = True  # roots", "pass  # roots",

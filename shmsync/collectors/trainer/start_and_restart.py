@@ -15,8 +15,8 @@ from ...errors import DataMismatch, WorkerDied
 from ...schemes import WeightSyncScheme
 from ...schemes.devices import WorkerDevices
 from .. import buffers
+from ..collector_process import COLLECT, HELLO, LAYOUT, START
 from ..options import CollectorOptions, WorkerSpec
-from ..worker.collector_process import COLLECT, HELLO, LAYOUT, START
 from .worker_pool import WorkerPool
 
 _log = logging.getLogger("shmsync")

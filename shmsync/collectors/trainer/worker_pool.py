@@ -13,8 +13,8 @@ from typing import Any
 from ...engine.outcome import Outcome, Wording
 from ...schemes import WeightSyncScheme
 from ...workers.process import EXIT_CODE, Process, leave, wait_for_any
+from ..collector_process import BATCH, COLLECT, STOP, run
 from ..options import WorkerSpec
-from ..worker.collector_process import BATCH, COLLECT, STOP, run
 
 PRELOADED = ["torch", "tensordict", "gymnasium", "cloudpickle", "shmsync.collectors"]
 _STOPPING = 5.0  # seconds, for environments to close
