@@ -92,9 +92,9 @@ class Rollout:
             arrays = {key: tensors[key][rows].numpy() for key in ours}
             arrays["worker",][:] = self._worker
             names = ("reward", "terminated", "truncated", "done", "episode_return")
-            results = (arrays["next", name][..., 0] for name in names)
+            results = {name: arrays["next", name][..., 0] for name in names}
             after = [arrays[("next", *key)] for key in keys]
-            self._rows.append(Rows([arrays[key] for key in keys], after, *results, arrays["policy_version",]))
+            self._rows.append(Rows([arrays[key] for key in keys], after, version=arrays["policy_version",], **results))
             given.append({key: tensors[key][rows] for key in tensors if key not in ours})
         self._actor.use(given)
         self._steps = buffers.spec.steps
