@@ -5,13 +5,12 @@ They are read when a scrape asks for them, from `pub.stats()` and `pub.readers()
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from .engine.publisher import Publisher, writer_of
-from .engine.stats import ReaderInfo
-from .errors import ClosedError, ForkedHandle, ProtocolError
+from .errors import ClosedError, ForkedHandle
 
 if TYPE_CHECKING:
     from prometheus_client.registry import CollectorRegistry
@@ -30,170 +29,105 @@ _TIMES = {
     "ack_wait": "waits for acks, of calls with wait=",
 }
 _STATES = ("live", "stopped", "dead")
-_QUANTILES = (("0.5", "p50"), ("0.9", "p90"), ("0.99", "p99"))
-_READER = {
-    "lag": "published versions that the reader has not applied",
-    "pin_age_seconds": "how long the reader has been in its section; 0 outside",
-}
-_READER_COUNTS = {
-    "reads": "sections entered",
-    "torn": "sections whose weights changed meanwhile (optimistic and live)",
-    "retries": "attempts to enter that met the writer",
+_OF_READERS: dict[str, tuple[str, Any]] = {  # and how several readers of one process become one series
+    "lag": ("published versions that the reader has not applied", max),
+    "pin_age": ("how long the reader has been in its section, in seconds; 0 outside", max),
+    "reads": ("sections entered", sum),
+    "torn": ("sections whose weights changed meanwhile (optimistic and live)", sum),
+    "retries": ("attempts to enter that met the writer", sum),
 }
 
 
 def values(pub: Publisher, *, prefix: str = "shmsync/") -> dict[str, float]:
     """One flat dict of figures: `wandb.log(values(pub))`, or `writer.add_scalar(name, value, step)` for each.
 
-    Args:
-        pub: the publisher.
-        prefix: stands before each name. "shmsync." gives names as OpenTelemetry has them.
-
-    Returns:
-        Version and counts, latencies in seconds, how many readers are in each state, and the largest lag and pin age of
-        the living.
-
-    Raises:
-        ClosedError: the publisher is closed. ForkedHandle: it belongs to a parent of this process.
+    It has the version, counts, latencies in seconds, how many readers are in each state, and the largest lag and pin
+    age of the living. `prefix` stands before each name; "shmsync." gives names as OpenTelemetry has them.
+    Raises ClosedError for a closed publisher, ForkedHandle for a parent's.
     """
     readers, stats = pub.readers(), pub.stats()
     living = [reader for reader in readers if reader.state.value != "dead"]
-    found: dict[str, float] = {"version": stats.version}
-    found |= {name: getattr(stats, name) for name in _COUNTS}
+    found: dict[str, float] = {"version": stats.version} | {name: getattr(stats, name) for name in _COUNTS}
     for name in _TIMES:
-        latency = getattr(stats, name)
-        found |= {f"{name}.{part}": getattr(latency, part) for part in ("count", "p50", "p90", "p99", "max")}
-    for state in _STATES:
-        found[f"readers.{state}"] = _in_state(readers, state)
+        found |= {
+            f"{name}.{part}": getattr(getattr(stats, name), part) for part in ("count", "p50", "p90", "p99", "max")
+        }
+    found |= {f"readers.{state}": sum(reader.state.value == state for reader in readers) for state in _STATES}
     found["readers.max_lag"] = max((reader.lag for reader in living), default=0)
     found["readers.max_pin_age"] = max((reader.pin_age for reader in living), default=0.0)
     return {prefix + name: value for name, value in found.items()}
 
 
-def prometheus(pub: Publisher, registry: CollectorRegistry | None = None) -> PublisherCollector:
+def prometheus(pub: Publisher, registry: CollectorRegistry | None = None) -> None:
     """Let Prometheus see a publisher: `prometheus(pub)`, then `prometheus_client.start_http_server(9400)`.
 
-    Every figure has the label `arena`, those of readers `worker` and `pid` too. A closed publisher has none any more;
-    `unregister()` forgets it.
-
-    Args:
-        pub: the publisher. Several publishers of one process may be added, under different names.
-        registry: None is prometheus_client's own.
-
-    Returns:
-        The collector, registered.
-
-    Raises:
-        ImportError: prometheus_client is missing (shmsync[metrics]).
-        ProtocolError: a publisher of this name is there already.
-        ClosedError: the publisher is closed.
-        ForkedHandle: the publisher belongs to the parent process.
+    Every figure has the label `arena`, those of readers `worker` and `pid` too. A closed publisher has none any more.
+    `registry`: None is prometheus_client's own; it may have several publishers.
+    Raises ImportError without prometheus_client, ClosedError for a closed publisher, ForkedHandle for a parent's.
     """
     try:
         from prometheus_client import REGISTRY
     except ModuleNotFoundError as error:
         raise ImportError("metrics for Prometheus need prometheus_client: pip install 'shmsync[metrics]'") from error
-    return PublisherCollector(pub, REGISTRY if registry is None else registry)
+    writer_of(pub).check()  # raises for one that is closed, or a parent's
+    registry = REGISTRY if registry is None else registry
+    if registry not in _of_registry:
+        _of_registry[registry] = _Publishers()
+        registry.register(_of_registry[registry])
+    _of_registry[registry].publishers[pub.name] = pub
 
 
-class PublisherCollector:
-    """What prometheus() returns for `pub`: asked by a registry at each scrape."""
+class _Publishers:
+    """All publishers of one registry, by name: a metric may come once only, with the samples of all arenas."""
 
-    def __init__(self, pub: Publisher, registry: CollectorRegistry) -> None:
-        writer_of(pub).check()  # raises for one that is closed, or a parent's
-        self._pub = pub
-        added = _of_registry.get(registry)
-        if added is None:
-            added = {}
-            registry.register(_Everybody(added))
-            _of_registry[registry] = added
-        if pub.name in added and not added[pub.name].closed:
-            raise ProtocolError(f"arena {pub.name!r} is in this registry already; unregister() that one first")
-        self._added = added
-        added[pub.name] = self
-
-    def unregister(self) -> None:
-        """Forget the publisher. Idempotent."""
-        if self._added.get(self._pub.name) is self:
-            del self._added[self._pub.name]
-
-    @property
-    def closed(self) -> bool:
-        """Has the publisher been closed, or is it a parent's?"""
-        side = writer_of(self._pub)
-        return side.closed or side.in_parent
-
-    @property
-    def publisher(self) -> Publisher:
-        """Whose figures they are."""
-        return self._pub
-
-
-class _Everybody:
-    """All publishers of one registry: a metric may come once only, with an arena in each of its samples."""
-
-    def __init__(self, added: dict[str, PublisherCollector]) -> None:
-        self._added = added
-
-    def collect(self) -> Iterator[Any]:
-        return _families([each.publisher for each in list(self._added.values())])
+    def __init__(self) -> None:
+        self.publishers: dict[str, Publisher] = {}
 
     def describe(self) -> list[Any]:
         """Nothing yet: else a registry would ask for all figures when this is registered."""
         return []
 
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 
-_of_registry: WeakKeyDictionary[Any, dict[str, PublisherCollector]] = WeakKeyDictionary()
+        families: dict[str, Any] = {}
+
+        def add(kind: Any, name: str, text: str, labels: dict[str, str], *value: float) -> None:
+            if name not in families:
+                families[name] = kind(f"shmsync_{name}", text, labels=list(labels))
+            families[name].add_metric(list(labels.values()), *value)
+
+        for name, pub in list(self.publishers.items()):
+            try:
+                stats, readers = pub.stats(), pub.readers()
+            except (ClosedError, ForkedHandle):
+                self.publishers.pop(name, None)
+                continue
+            arena = {"arena": name}
+            add(GaugeMetricFamily, "version", "the published version", arena, stats.version)
+            for count, text in _COUNTS.items():
+                add(CounterMetricFamily, count, text, arena, getattr(stats, count))
+            for what, text in _TIMES.items():
+                latency = getattr(stats, what)
+                add(SummaryMetricFamily, f"{what}_seconds", text, arena, latency.count, latency.total)
+                for quantile, value in (("0.5", latency.p50), ("0.9", latency.p90), ("0.99", latency.p99)):
+                    labels = arena | {"quantile": quantile}
+                    add(GaugeMetricFamily, f"{what}_quantile_seconds", f"{text}; the last 4,096", labels, value)
+            for state in _STATES:
+                count_of = sum(reader.state.value == state for reader in readers)
+                add(GaugeMetricFamily, "readers", "readers in each state", arena | {"state": state}, count_of)
+            # A process may have several subscribers of one index, or of none, and a series is one value.
+            alike: dict[tuple[str, str], list[Any]] = {}
+            for reader in readers:
+                worker = "" if reader.worker is None else str(reader.worker)
+                alike.setdefault((worker, str(reader.pid)), []).append(reader)
+            for (worker, pid), same in alike.items():
+                for figure, (text, combined) in _OF_READERS.items():
+                    kind = GaugeMetricFamily if combined is max else CounterMetricFamily
+                    metric = "reader_pin_age_seconds" if figure == "pin_age" else f"reader_{figure}"
+                    value = combined(getattr(reader, figure) for reader in same)
+                    add(kind, metric, text, arena | {"worker": worker, "pid": pid}, value)
+        yield from families.values()
 
 
-def _by_labels(readers: Iterable[ReaderInfo]) -> dict[tuple[str, str], list[ReaderInfo]]:
-    """By worker and pid: a process may have several subscribers of one index, or of none, and a series is one value."""
-    found: dict[tuple[str, str], list[ReaderInfo]] = {}
-    for reader in readers:
-        found.setdefault(("" if reader.worker is None else str(reader.worker), str(reader.pid)), []).append(reader)
-    return found
-
-
-def _in_state(readers: Iterable[ReaderInfo], state: str) -> int:
-    return sum(reader.state.value == state for reader in readers)
-
-
-def _families(publishers: Iterable[Publisher]) -> Iterator[Any]:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
-
-    seen = []
-    for pub in publishers:
-        try:
-            seen.append((pub.name, pub.stats(), pub.readers()))
-        except (ClosedError, ForkedHandle):
-            continue
-
-    def family(kind: Any, name: str, text: str, labels: str, samples: Iterable[tuple[list[str], float]]) -> Any:
-        made = kind(f"shmsync_{name}", text, labels=labels.split())
-        for values, value in samples:
-            made.add_metric(values, value)
-        return made
-
-    versions = [([arena], stats.version) for arena, stats, _ in seen]
-    yield family(GaugeMetricFamily, "version", "the published version", "arena", versions)
-    for name, text in _COUNTS.items():
-        counts = [([arena], getattr(stats, name)) for arena, stats, _ in seen]
-        yield family(CounterMetricFamily, name, text, "arena", counts)
-    for name, text in _TIMES.items():
-        latencies = [(arena, getattr(stats, name)) for arena, stats, _ in seen]
-        summary = SummaryMetricFamily(f"shmsync_{name}_seconds", text, labels=["arena"])
-        for arena, latency in latencies:
-            summary.add_metric([arena], count_value=latency.count, sum_value=latency.total)
-        yield summary
-        parts = [([arena, each], getattr(latency, part)) for arena, latency in latencies for each, part in _QUANTILES]
-        yield family(GaugeMetricFamily, f"{name}_quantile_seconds", f"{text}; the last 4,096", "arena quantile", parts)
-    states = [([arena, state], _in_state(readers, state)) for arena, _, readers in seen for state in _STATES]
-    yield family(GaugeMetricFamily, "readers", "readers in each state", "arena state", states)
-    series = [([arena, *who], same) for arena, _, readers in seen for who, same in _by_labels(readers).items()]
-    for name, text in _READER.items():
-        attribute = name.removesuffix("_seconds")
-        most = [(who, max(getattr(reader, attribute) for reader in same)) for who, same in series]
-        yield family(GaugeMetricFamily, f"reader_{name}", text, "arena worker pid", most)
-    for name, text in _READER_COUNTS.items():
-        sums = [(who, sum(getattr(reader, name) for reader in same)) for who, same in series]
-        yield family(CounterMetricFamily, f"reader_{name}", text, "arena worker pid", sums)
+_of_registry: WeakKeyDictionary[Any, _Publishers] = WeakKeyDictionary()

@@ -25,7 +25,7 @@ from rich.text import Text
 
 import shmsync
 
-COLUMNS, LINES, LOOKS, STOPS = 84, 11, 12, 2
+COLUMNS, LINES, LOOKS, STOPS = 84, 11, 14, 2
 FRAME = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {terminal_width} {terminal_height}">
 <style>.{unique_id}-matrix {{ font-family: monospace; font-size: {char_height}px; line-height: {line_height}px }}
 {styles}</style>

@@ -14,25 +14,15 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-from ..errors import ShmSyncError
-from ..memory.inspection import Condition, look_at_all
-from ..memory.process import Peers
 from ..memory.slab import SEAL_FUTURE_WRITE, SEAL_GROW, SEAL_SHRINK, add_seals, cgroup_room
-from .output import Commands, Page, command, size
-
-_EXAMPLES = """
-shmsync doctor                               each finding with its cure
-shmsync doctor || exit 1                     in a script: 1 means that shmsync cannot work here
-shmsync doctor --strict                      1 for warnings, too
-shmsync doctor --json | jq '.findings[] | select(.level != "ok")'
-"""
+from .output import say, size
 
 
 class Level(str, Enum):
@@ -116,20 +106,6 @@ def remove_ipc(root: Path) -> Finding:
     return Finding("logout", Level.WARNING, text, cure)
 
 
-def arenas(root: Path) -> Finding:
-    """What is in /dev/shm already."""
-    try:
-        with closing(Peers()) as peers:
-            found = look_at_all(None, peers)
-    except ShmSyncError as error:
-        return Finding("arenas", Level.WARNING, str(error))
-    dead = [seen.name for seen in found if seen.owner is Condition.DEAD]
-    text = f"{len(found)} arenas, {len(dead)} of dead publishers"
-    if dead:
-        return Finding("arenas", Level.NOTE, text, "`shmsync gc` removes them; each new publisher removes some, too")
-    return Finding("arenas", Level.OK, text)
-
-
 def memory(root: Path) -> Finding:
     """What weights may take: the machine's, and what the enclosing cgroups leave of it."""
     machine = psutil.virtual_memory().available
@@ -197,16 +173,6 @@ def huge_pages(root: Path) -> Finding:
     return Finding("huge pages", Level.OK, f"shmem_enabled is {chosen}")
 
 
-def numa(root: Path) -> Finding:
-    """One copy of the weights lies on one node."""
-    nodes = sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
-    if len(nodes) > 1:
-        cure = "keep trainer and workers on one node (numactl --cpunodebind=0 --membind=0), or one arena for each node"
-        text = f"{len(nodes)} nodes: the weights lie on the trainer's, and workers on another read them more slowly"
-        return Finding("numa", Level.NOTE, text, cure)
-    return Finding("numa", Level.OK, "one node")
-
-
 def containers(root: Path) -> Finding:
     """Is this one, and what has to be shared with others?"""
     signs = [path for path in ("/.dockerenv", "/run/.containerenv") if (root / path[1:]).exists()]
@@ -253,7 +219,7 @@ def cuda(root: Path) -> Finding:
 
 
 CHECKS: tuple[Callable[[Path], Finding], ...] = (
-    system, shared_memory, remove_ipc, arenas, memory, memfd, opening, huge_pages, numa, containers, descriptors, cuda,
+    system, shared_memory, remove_ipc, memory, memfd, opening, huge_pages, containers, descriptors, cuda,
 )  # fmt: skip
 
 
@@ -268,26 +234,18 @@ def examine(root: Path = Path("/")) -> list[Finding]:
     return found
 
 
-def add(commands: Commands) -> None:
-    """Add the command."""
-    made = command(commands, "doctor", "what this machine allows, with a cure for what it does not", _EXAMPLES)
-    made.add_argument("--json", action="store_true", help="for programs")
-    made.add_argument("--strict", action="store_true", help="end with 1 for warnings too")
-    made.set_defaults(run=_run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    found, page = examine(), Page()
-    bad = {Level.FAILURE, Level.WARNING} if arguments.strict else {Level.FAILURE}
-    status = int(any(finding.level in bad for finding in found))
-    if arguments.json:
-        page.line(json.dumps({"findings": [finding._asdict() for finding in found], "status": status}))
-        return status
-    for finding in found:
-        page.wrapped(f"{finding.check}: {finding.text}", "         ", finding.level.value.ljust(9))
-        if finding.cure:
-            page.wrapped(f"-> {finding.cure}", "         ")
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out the command."""
+    found = examine()
     counted = {level: sum(finding.level is level for finding in found) for level in Level}
-    page.line()
-    page.line(f"{counted[Level.FAILURE]} failures, {counted[Level.WARNING]} warnings, {counted[Level.NOTE]} notes")
-    return status
+    bad = counted[Level.FAILURE] + (counted[Level.WARNING] if arguments.strict else 0)
+    if arguments.json:
+        say(json.dumps({"findings": [finding._asdict() for finding in found], "status": int(bad > 0)}))
+        return int(bad > 0)
+    for finding in found:
+        say(f"{finding.level.value.ljust(9)}{finding.check}: {finding.text}")
+        if finding.cure:
+            say(f"         -> {finding.cure}")
+    say()
+    say(f"{counted[Level.FAILURE]} failures, {counted[Level.WARNING]} warnings, {counted[Level.NOTE]} notes")
+    return int(bad > 0)

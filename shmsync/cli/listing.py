@@ -1,59 +1,51 @@
-"""`shmsync list`: the arenas on this machine."""
+"""`shmsync list`: the arenas on this machine. `shmsync gc`: remove what killed publishers left."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
+import time
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
-from ..memory.inspection import ArenaSeen, Condition, command_of
-from .measures import look_twice
-from .output import Commands, Page, command, duration, per_second, seconds, size
+from ..errors import ArenaNotFound, ShmSyncError
+from ..memory import leftovers
+from ..memory.inspection import ArenaSeen, Condition, command_of, look_at_all
+from ..memory.process import Peers
+from .output import duration, per_second, say, size, table
 
-_EXAMPLES = """
-shmsync list
-shmsync list -v                              commands and conditions of the processes too
-shmsync list --json --interval 0 | jq '.arenas[].name'
-"""
 _HEAD = ("NAME", "OWNER", "PID", "SIZE", "SLOTS", "VERSION", "VERS/S", "READERS", "AGE")
 
 
-def add(commands: Commands) -> None:
-    """Add the command."""
-    made = command(commands, "list", "the arenas on this machine, and who publishes them", _EXAMPLES)
-    made.add_argument("-v", "--verbose", action="store_true", help="command lines, sessions and readers too")
-    made.add_argument("--json", action="store_true", help="for programs; times in seconds, sizes in bytes")
-    made.add_argument(
-        "--interval",
-        type=seconds(),
-        default=0.5,
-        metavar="S",
-        help="count versions for so many seconds (0.5); 0: do not count",
-    )
-    made.set_defaults(run=_run)
+def rate(before: ArenaSeen | None, after: ArenaSeen) -> float | None:
+    """Versions in a second between two looks at one session; None where they tell nothing."""
+    if before is None or not after.readable or before.session != after.session or after.at <= before.at:
+        return None
+    return max(0, after.version - before.version) / (after.at - before.at) if after.owner is Condition.ALIVE else None
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    found = look_twice(arguments.interval)
-    page = Page()
-    if arguments.json:
-        page.line(json.dumps({"arenas": [as_dict(*each) for each in found], "measured_s": arguments.interval}))
-        return 0
-    if not found:
-        page.line("no arenas")
-        return 0
-    page.table(_HEAD, [_row(seen, rate, arguments.interval) for seen, rate in found], right=range(2, len(_HEAD)))
-    for seen, _ in found:
-        if arguments.verbose or seen.why:
-            _details(page, seen, arguments.verbose)
-    return 0
+def look_twice(seconds: float, name: str | None = None) -> list[tuple[ArenaSeen, float | None]]:
+    """This arena, or all, and their versions per second.
+
+    Raises ArenaNotFound for a name that there is not; it lists those that there are.
+    """
+    names = None if name is None else [name]
+    with closing(Peers()) as peers:
+        before: dict[str, ArenaSeen] = {}
+        found = look_at_all(names, peers)
+        if seconds > 0 and any(seen.readable and seen.owner is Condition.ALIVE for seen in found):
+            before = {seen.name: seen for seen in found}
+            time.sleep(seconds)
+            found = look_at_all(names, peers)
+    if name is not None and not found:
+        raise ArenaNotFound(f"there is no arena {name!r}; there are: {', '.join(leftovers.names()) or 'none'}")
+    return [(seen, rate(before.get(seen.name), seen)) for seen in found]
 
 
-def as_dict(seen: ArenaSeen, rate: float | None) -> dict[str, Any]:
+def as_dict(seen: ArenaSeen, versions_per_s: float | None) -> dict[str, Any]:
     """One arena for JSON; None where something is not known."""
-    found = asdict(seen) | {"versions_per_s": rate, "command": command_of(seen.pid) if seen.pid else ""}
+    found = asdict(seen) | {"versions_per_s": versions_per_s, "command": command_of(seen.pid) if seen.pid else ""}
     del found["at"]
     if not seen.readable:
         found |= dict.fromkeys(("version", "state", "bytes", "slot_bytes", "max_readers", "session", "gated"))
@@ -63,32 +55,48 @@ def as_dict(seen: ArenaSeen, rate: float | None) -> dict[str, Any]:
     return found
 
 
-def _row(seen: ArenaSeen, rate: float | None, measured: float) -> list[str]:
-    pid = "-" if seen.pid is None else str(seen.pid)
-    slots, version, readers = str(len(seen.slots)), str(seen.version), str(len(seen.readers))
-    inside = [size(seen.bytes), slots, version, per_second(rate, measured), readers]
-    if not seen.readable:
-        inside = ["-"] * len(inside)
-    return [seen.name, seen.owner.value, pid, *inside, duration(seen.age)]
+def run_list(arguments: argparse.Namespace) -> int:
+    """Carry out `list`."""
+    found = look_twice(arguments.interval)
+    if arguments.json:
+        say(json.dumps({"arenas": [as_dict(*each) for each in found], "measured_s": arguments.interval}))
+        return 0
+    if not found:
+        say("no arenas")
+        return 0
+    rows = []
+    for seen, versions in found:
+        inside = ["-"] * 5
+        if seen.readable:
+            inside = [size(seen.bytes), str(len(seen.slots)), str(seen.version)]
+            inside += [per_second(versions, arguments.interval), str(len(seen.readers))]
+        pid = "-" if seen.pid is None else str(seen.pid)
+        rows.append([seen.name, seen.owner.value, pid, *inside, duration(seen.age)])
+    table(_HEAD, rows, right=range(2, len(_HEAD)))
+    for seen, _ in found:
+        if seen.why:
+            say()
+            say(f"{seen.name}: {seen.why}")
+    return 0
 
 
-def _details(page: Page, seen: ArenaSeen, verbose: bool) -> None:
-    page.line()
-    page.wrapped(f"{seen.name}: {seen.why}" if seen.why else seen.name, "")
-    if not verbose:
-        return
-    if seen.pid and (text := command_of(seen.pid)):
-        page.line(page.cut(f"  command  {text}"))
-    if seen.readable:
-        page.line(page.cut(f"  session  {seen.session}"))
-        page.line(page.cut(f"  state    {seen.state}"))
-        page.line(page.cut(f"  readers  {_summary(seen)}"))
-
-
-def _summary(seen: ArenaSeen) -> str:
-    counted = Counter(reader.condition.value for reader in seen.readers)
-    parts = [f"{number} {what}" for what, number in counted.items()]
-    late = [reader for reader in seen.readers if reader.lag]
-    if late:
-        parts.append(f"{len(late)} behind, the last by {max(reader.lag for reader in late)}")
-    return f"{len(seen.readers)} of {seen.max_readers} rows" + (f" ({', '.join(parts)})" if parts else "")
+def run_gc(arguments: argparse.Namespace) -> int:
+    """Carry out `gc`."""
+    with closing(Peers()) as peers:
+        found = look_at_all(None, peers)
+    for seen in found:
+        process = f", process {seen.pid}" if seen.pid else ""
+        why = f" ({seen.why.partition(';')[0]}{process})" if seen.owner is Condition.DEAD and seen.why else ""
+        if not arguments.dry_run:
+            try:
+                leftovers.sweep(seen.name)
+                say(f"removed {seen.name}{why}")
+            except ShmSyncError as error:
+                say(f"kept {seen.name}: {error}")
+        elif seen.owner is Condition.DEAD:
+            say(f"would remove {seen.name}{why}")
+        elif seen.pid is not None and seen.owner in (Condition.ALIVE, Condition.STOPPED):
+            say(f"would keep {seen.name}: process {seen.pid} is {seen.owner.value}")
+        else:
+            say(f"would keep {seen.name}: {seen.why}")
+    return 0

@@ -1,7 +1,4 @@
-"""`shmsync publish NAME FILE`: an arena with the weights of a file, for processes that no trainer feeds.
-
-As `export` this command needs torch, and imports it when it runs.
-"""
+"""`shmsync publish NAME FILE`: an arena with the weights of a file, for processes that no trainer feeds."""
 
 from __future__ import annotations
 
@@ -14,49 +11,25 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..errors import ManifestMismatch, ShmSyncError
-from .output import Commands, Page, command, seconds, size
+import torch
 
-if TYPE_CHECKING:
-    from ..engine.publisher import Publisher
+from ..engine.publisher import Publisher, writer_of
+from ..errors import ReaderStalled
+from .output import say, size
 
-_EXAMPLES = """
-shmsync publish policy policy.safetensors                until SIGTERM or Ctrl-C
-shmsync publish policy policy.safetensors --watch        a new version each time the file is replaced
-shmsync publish policy policy.pt --watch --slots 3       a state_dict() that torch.save() has written
-"""
 _ENDING = {signal.SIGTERM, signal.SIGINT}
-Stamp = tuple[int, ...] | None  # of a file: with other values it may have another content. None: there is no file
+_INDEX = ".safetensors.index.json"  # of shards in the same folder, as Hugging Face writes large models
+Stamp = list[tuple[int, ...]] | None  # of files: others may have other contents. None: one of them is not there
 
 
 class Unusable(Exception):
     """Why these weights cannot be read from the file."""
 
 
-def add(commands: Commands) -> None:
-    """Add the command."""
-    made = command(commands, "publish", "publish the weights of a file, and each newer file of that name", _EXAMPLES)
-    made.add_argument("name", metavar="NAME", help="the arena's name; subscribers attach by it")
-    made.add_argument("file", metavar="FILE", help="a safetensors file, or a state_dict() in a file of torch.save()")
-    made.add_argument("--watch", action="store_true", help="publish again when the file is replaced")
-    made.add_argument(
-        "--slots", type=int, default=2, metavar="N", help="versions that have room; with 2 no reader waits (2)"
-    )
-    made.add_argument(
-        "--interval",
-        type=seconds(least=0.01),
-        default=0.5,
-        metavar="S",
-        help="time between two looks at the file; it is read when two looks find it the same (0.5)",
-    )
-    made.set_defaults(run=_run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    from ..engine.publisher import Publisher, writer_of
-
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out the command."""
     path = Path(arguments.file)
     # They end the waits below and nothing else, so none of them ends the process between two steps.
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
@@ -73,42 +46,37 @@ def _run(arguments: argparse.Namespace) -> int:
         names = set(_names(weights))
         del weights
         writer_of(pub).forget_source()  # else a copy of the weights stays in this process
-        _say_published(pub, path)
+        _log_version(pub, path)
         if arguments.watch:
             _watch(pub, path, names, loaded, arguments.interval)
         else:
             signal.sigwait(_ENDING)
-        _say(f"arena {pub.name} ends at version {pub.version}")
+        _log(f"arena {pub.name} ends at version {pub.version}")
     return 0
 
 
 def _watch(pub: Publisher, path: Path, names: set[str], loaded: Stamp, interval: float) -> None:
     """Publish the weights of these names whenever the file is another one; until a signal ends it."""
-    seen, said = loaded, loaded
+    seen = loaded
     while signal.sigtimedwait(_ENDING, interval) is None:
         before, seen = seen, _stamp(path)
-        if seen == loaded:
+        if seen == loaded or (seen is not None and seen != before):  # it is published, or may still be written to
             continue
         if seen is None:
-            _say(f"{path} is gone; version {pub.version} stays")
-            loaded = said = None
-        elif seen == before:  # else it may still be written to
-            try:
-                if not _publish_again(pub, path, names, seen):
-                    continue
-            except Exception as error:  # nothing that a file holds ends the process while others use its arena
-                # As of a reader that stays in its section: it is tried again.
-                again = isinstance(error, ShmSyncError) and not isinstance(error, ManifestMismatch)
-                if not again or seen != said:
-                    what, why = "not published yet" if again else "refused", str(error) or type(error).__name__
-                    _say(f"{path} is {what}, and version {pub.version} stays: {why}")
-                said = seen
-                if again:
-                    continue
-            loaded = said = seen
+            _log(f"{path} is gone; version {pub.version} stays")
+            loaded = None
+            continue
+        try:
+            if _publish(pub, path, names, seen):
+                loaded = seen
+        except ReaderStalled as error:  # it is tried again
+            _log(f"{path} is not published yet, and version {pub.version} stays: {error}")
+        except Exception as error:  # nothing that a file holds ends the process while others use its arena
+            loaded = seen
+            _log(f"{path} is refused, and version {pub.version} stays: {str(error) or type(error).__name__}")
 
 
-def _publish_again(pub: Publisher, path: Path, names: set[str], seen: Stamp) -> bool:
+def _publish(pub: Publisher, path: Path, names: set[str], seen: Stamp) -> bool:
     """Publish what the file holds; False if it changed meanwhile. The weights go when this returns."""
     weights = load(path)
     if _stamp(path) != seen:
@@ -117,42 +85,68 @@ def _publish_again(pub: Publisher, path: Path, names: set[str], seen: Stamp) -> 
     if lacking:
         raise Unusable(f"it lacks {', '.join(sorted(lacking)[:5])}, {len(lacking)} of {len(names)} tensors")
     pub.publish(weights)
-    _say_published(pub, path)
+    _log_version(pub, path)
     return True
 
 
 def _stamp(path: Path) -> Stamp:
     try:
-        status = os.stat(path)
-    except OSError:
+        found = [os.stat(file) for file in (path, *_shards(path))]
+    except (OSError, Unusable):
         return None
-    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return [(status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns) for status in found]
+
+
+def _shards(path: Path) -> dict[Path, list[str]]:
+    """Of an index, the other files and which tensors it wants of each."""
+    found: dict[Path, list[str]] = {}
+    if path.name.endswith(_INDEX):
+        for name, shard in _parsed(lambda data: json.loads(data)["weight_map"], path).items():
+            found.setdefault(path.with_name(Path(shard).name), []).append(name)
+    return found
 
 
 def load(path: Path) -> Mapping[str, Any]:
-    """The weights in a file, by name; tied ones under each of their names. Raises Unusable, ModuleNotFoundError.
+    """The weights in a file, or in the shards of an index, by name; tied ones under each of their names.
+
+    Raises Unusable, ModuleNotFoundError.
+    """
+    weights: dict[str, Any] = {}
+    if shards := _shards(path):
+        for shard, wanted in shards.items():
+            found = _tensors(shard)
+            if lacking := [name for name in wanted if name not in found]:
+                raise Unusable(f"{shard.name} lacks {', '.join(lacking[:5])}")
+            weights |= found
+    else:
+        weights = _tensors(path)
+    # A safetensors file is read in a random order, and a subscriber follows an arena of the same layout only.
+    return dict(sorted(weights.items(), key=lambda item: str(item[0])))
+
+
+def _tensors(path: Path) -> dict[str, Any]:
+    weights = _parsed(_safetensors if path.suffix == ".safetensors" else _torch_file, path)
+    if not isinstance(weights, Mapping):
+        raise Unusable(f"it holds a {type(weights).__name__}; save the state_dict() of the module")
+    return dict(weights)
+
+
+def _parsed(read: Any, path: Path) -> Any:
+    """What `read` makes of the bytes of a file.
 
     The file is read, not mapped: a process that maps it would end with a SIGBUS if it became shorter meanwhile.
     """
-    if path.exists() and not path.is_file():
-        raise Unusable("it is no regular file")
     try:
         data = path.read_bytes()
     except (OSError, MemoryError) as error:
         raise Unusable(getattr(error, "strerror", None) or "there is not enough memory to read it") from error
-    # After 8 bytes a safetensors file has JSON, which neither format of torch.save() has there.
-    read = _safetensors if path.suffix == ".safetensors" or data[8:9] == b"{" else _torch_file
     try:
-        weights = read(data)
+        return read(data)
     except ModuleNotFoundError:
         raise
     except Exception as error:  # the parsers raise many kinds
         first = str(error).strip().partition("\n")[0] or type(error).__name__
         raise Unusable(f"it cannot be read, so it may not be whole: {first}") from error
-    if not isinstance(weights, Mapping):
-        raise Unusable(f"it holds a {type(weights).__name__}; save the state_dict() of the module")
-    # A safetensors file is read in a random order, and a subscriber follows an arena of the same layout only.
-    return dict(sorted(weights.items(), key=lambda item: str(item[0])))
 
 
 def _safetensors(data: bytes) -> Mapping[str, Any]:
@@ -167,8 +161,8 @@ def _safetensors(data: bytes) -> Mapping[str, Any]:
 
 
 def _torch_file(data: bytes) -> Any:
-    import torch
-
+    if data[8:9] == b"{":  # a safetensors file of another name: no file of torch.save() has JSON there
+        return _safetensors(data)
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
@@ -180,14 +174,14 @@ def _names(weights: Mapping[str, Any]) -> Iterator[str]:
             yield str(key)
 
 
-def _say_published(pub: Publisher, path: Path) -> None:
+def _log_version(pub: Publisher, path: Path) -> None:
     tensors = list(pub.weights.values(True, True))
     what = f"{len(tensors)} tensors, {size(sum(tensor.nbytes for tensor in tensors))}"
-    _say(f"version {pub.version} of {pub.name}: {path}, {what}")
+    _log(f"version {pub.version} of {pub.name}: {path}, {what}")
 
 
-def _say(text: str) -> None:
-    """Write a line of the log, also for an error of several lines. A log that is full or gone ends nothing."""
+def _log(text: str) -> None:
+    """Write a line, also for an error of several lines. A standard output that is full or gone ends nothing."""
     with suppress(OSError):
-        Page().line(" ".join(text.split()))
+        say(" ".join(text.split()))
         sys.stdout.flush()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -75,11 +74,6 @@ def create(leaves: Leaves, rows: int, steps: int) -> tuple[Buffers, int]:
         except BaseException:
             os.close(fd)
             raise
-
-
-def frame(tensors: Mapping[Key, torch.Tensor]) -> Leaves:
-    """The layout of one frame, from its tensors."""
-    return {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
 
 
 def _manifest(leaves: Leaves, rows: int, steps: int) -> Manifest:

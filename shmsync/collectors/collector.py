@@ -20,11 +20,10 @@ from ..memory.process import watch_exit
 from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
 from ..schemes.devices import DeviceChoice, WorkerDevices
 from ..schemes.strategy import WeightStrategy
+from .batches import Batches
 from .options import LAST_SEED, CollectorOptions, OnLag, WorkerSpec, check
 from .policy_packing import pack
-from .trainer.batches import Batches
-from .trainer.start_and_restart import WorkerSetup
-from .trainer.worker_pool import WorkerPool
+from .pool import WorkerPool
 
 START_TIMEOUT = 120.0  # seconds
 
@@ -157,12 +156,11 @@ class MultiprocessCollector:
             )
             for index, maker in enumerate(makers)
         ]
-        self._pool = WorkerPool(start_method, scheme)
-        self._setup = WorkerSetup(self._pool, scheme, specs, options, devices)
-        self._batches = Batches(self._pool, self._setup, options)
+        self._pool = WorkerPool(specs, scheme, options, devices, start_method)
+        self._batches = Batches(self._pool, options)
         self._finalizer = weakref.finalize(self, self._pool.end)
         try:
-            self._setup.start(policy)
+            self._pool.start(policy)
             self._batches.begin()
         except BaseException:
             self._pool.end()
@@ -193,22 +191,22 @@ class MultiprocessCollector:
         """
         self._go_on()
         try:
-            with self._setup.reasons(restarts=self._options.restart_workers):
-                return self._setup.sender.send(weights, worker_ids)
+            with self._pool.reasons(restarts=self._options.restart_workers):
+                return self._pool.sender.send(weights, worker_ids)
         except WorkerDied as error:
             if not self._options.restart_workers:
                 raise
-            dead = [index for index in map(int, error.missing) if self._setup.sender.is_dead(index)]
+            dead = [index for index in map(int, error.missing) if self._pool.sender.is_dead(index)]
             for index in dead:
-                self._setup.restart(index)
+                self._pool.restart(index)
             if len(dead) < len(error.missing):  # others are late
                 raise
-            return self._setup.sender.version if error.version is None else error.version
+            return self._pool.sender.version if error.version is None else error.version
 
     def stats(self) -> CollectorStats:
         """Counts so far."""
         return CollectorStats(
-            self._frames, self._batches_out, self._batches.dropped, self._setup.restarts, self._setup.sender.version
+            self._frames, self._batches_out, self._batches.dropped, self._pool.restarts, self._pool.sender.version
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -247,4 +245,4 @@ class MultiprocessCollector:
         """Refuse a closed collector, and finish what an interrupted call has left half done."""
         if self._closed:
             raise ClosedError("this collector was shut down; make a new one")
-        self._setup.finish_restarts()
+        self._pool.finish_restarts()

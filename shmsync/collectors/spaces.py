@@ -1,54 +1,99 @@
-"""Gymnasium spaces as tensors: which leaves an observation has, and how an action gets back to an environment."""
+"""Gymnasium spaces as arrays: which leaves an observation has, and how an action gets back to an environment."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
+from numpy.typing import NDArray
 
 from ..engine.source.leaf_check import problem_with_key
 from ..errors import DataMismatch
 from ..memory.manifest import Key
-from .env_values import cast
+from .env_values import cast, fit
+
+OBSERVATION: Key = ("observation",)
 
 
-def leaves(space: gymnasium.Space[Any], key: Key) -> dict[Key, torch.Tensor]:
-    """The leaves of one observation, as tensors without values. A Dict space is a nested key.
+class Part(NamedTuple):
+    """One leaf of the observations of a worker's environments."""
+
+    path: Key  # below the observation itself
+    now: NDArray[Any]  # what the policy sees next, `[n, ...]`, written in place
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]  # of one environment's
+
+    @property
+    def key(self) -> Key:
+        """Where it is in a batch."""
+        return OBSERVATION + self.path
+
+    @property
+    def layout(self) -> tuple[torch.dtype, tuple[int, ...]]:
+        """What it is in a frame."""
+        return torch.from_numpy(np.empty(0, self.dtype)).dtype, self.shape
+
+
+def parts(space: gymnasium.Space[Any], count: int, path: Key = ()) -> list[Part]:
+    """The leaves of the observations of so many environments. A Dict space is a nested key.
 
     Raises TypeError for a space that has no fixed shape, DataMismatch for keys that a batch cannot have.
     """
     if isinstance(space, spaces.Dict):
-        found: dict[Key, torch.Tensor] = {}
+        found: list[Part] = []
         for name, inner in space.spaces.items():
             if not isinstance(name, str) or problem_with_key((name,)):
                 raise DataMismatch(
-                    f"the space {'.'.join(key)} has the key {name!r}, and the keys of a batch are words; rename it"
+                    f"the space {'.'.join(OBSERVATION + path)} has the key {name!r}, and the keys of a batch are "
+                    "words; rename it"
                 )
-            found |= leaves(inner, (*key, name))
+            found += parts(inner, count, (*path, name))
         return found
     if not isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
         raise TypeError(
             f"an observation of {type(space).__name__} has no fixed tensor form; wrap the environment, for example "
             "with gymnasium.wrappers.FlattenObservation"
         )
-    dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype
-    return {key: torch.empty(tuple(space.shape or ()), dtype=dtype, device="meta")}
+    shape = tuple(space.shape or ())
+    # Of torch, which raises for what does not fit into memory.
+    now = torch.empty((count, *shape), dtype=torch.from_numpy(np.empty(0, space.dtype)).dtype, device="cpu").numpy()
+    return [Part(path, now, now.dtype, shape)]
 
 
-def part(observation: Any, path: Key, call: str) -> Any:
-    """The leaf at a path below the observation that this call returned. Raises DataMismatch if it is not there."""
-    try:
-        for name in path:
-            observation = observation[name]
-    except (KeyError, IndexError, TypeError) as error:
-        raise DataMismatch(
-            f"the observation of {call} lacks {'.'.join(path)}. Correct the space, or what the environment returns"
-        ) from error
-    return observation
+def leaf(observation: Any, part: Part, shape: tuple[int, ...], call: str) -> Any:
+    """A leaf of an observation that this call returned, as it can be written. The words are made only if it cannot.
+
+    Raises DataMismatch for one that is not there, or does not have this shape.
+    """
+    value = observation
+    if part.path:
+        try:
+            for name in part.path:
+                value = value[name]
+        except (KeyError, IndexError, TypeError) as error:
+            raise DataMismatch(
+                f"the observation of {call} lacks {'.'.join(part.path)}. Correct the space, or what the environment "
+                "returns"
+            ) from error
+    if type(value) is np.ndarray and value.dtype == part.dtype and value.shape == shape:
+        return value
+    return fit(value, part.dtype, shape, f"{'.'.join(part.key)} of {call}")
+
+
+def check_alike(found: Sequence[tuple[Any, Any]], worker: int) -> None:
+    """Raise DataMismatch unless these pairs of observation space and action space have the same form."""
+    forms = [([(p.path, p.layout) for p in parts(seen, 0)], form(acted)) for seen, acted in found]
+    for index, each in enumerate(forms):
+        if each != forms[0]:
+            (space, action_space), (other, other_action) = found[0], found[index]
+            raise DataMismatch(
+                f"environments 0 and {index} of worker {worker} have different spaces: {space} and {other}, "
+                f"{action_space} and {other_action}; all environments of a collector need the same spaces"
+            )
 
 
 def form(space: gymnasium.Space[Any]) -> tuple[Any, ...]:
@@ -99,20 +144,3 @@ def to_env(space: gymnasium.Space[Any]) -> Callable[[torch.Tensor], Any]:
         return chosen
 
     return convert
-
-
-def as_mapping(out: Any) -> Mapping[Any, torch.Tensor]:
-    """What a policy returned, by key: a tensor is the action.
-
-    Raises TypeError when there is no action in it.
-    """
-    if isinstance(out, torch.Tensor):
-        return {("action",): out}
-    items = out.items(True, True) if hasattr(out, "batch_size") else out.items() if isinstance(out, Mapping) else ()
-    found = {key if isinstance(key, tuple) else (key,): value for key, value in items}
-    if ("action",) not in found:
-        raise TypeError(
-            f"the policy returned a {type(out).__name__} without an action; return the action, or a dict or TensorDict "
-            "that has it under 'action'"
-        )
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import multiprocessing
@@ -24,7 +25,6 @@ from ..engine.outcome import RemoteTraceback, listed
 from ..engine.publisher import Publisher, writer_of
 from ..engine.write.acks import WorkerWatch
 from ..errors import AckTimeout, ProtocolError, WorkerDied, WorkerFailed
-from .importable import check_importable
 from .process import EXIT_CODE, Process, end_at_exit, leave
 from .queues import WorkerQueue
 from .worker_process import LEAVE, attach_and_work
@@ -105,7 +105,8 @@ class Workers:
         self._count = whole("n", n, 1, _MOST)
         self._threads = whole("threads", threads, 1, 1 << 16)
         self._restarts = whole("restart", restart, 0, sys.maxsize, ValueError)
-        check_importable(work, start_method)
+        if start_method != "fork":  # which copies the trainer, with every function in it
+            _check_importable(work)
         self._pub = pub
         self._writer = writer_of(pub)
         self._work = work
@@ -381,4 +382,26 @@ class Workers:
             "restart= for that",
             version=version,
             missing=[rank],
+        )
+
+
+def _check_importable(work: Callable[..., Any]) -> None:
+    """Raise ProtocolError for a function that a new process cannot import by its name, before one is started."""
+    function: Any = work
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)  # of a bound method
+    kind = function if hasattr(function, "__qualname__") else type(function)
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    why = ""
+    if "<locals>" in kind.__qualname__ or "<lambda>" in kind.__qualname__:
+        why = f"{kind.__qualname__}, which is defined inside a function"
+    elif kind.__module__ == "__main__" and getattr(main, "__spec__", None) is None and not os.path.exists(file or ""):
+        why = f"{kind.__qualname__} of __main__, which has no file (a notebook, python -c, or an interactive session)"
+    if why:
+        raise ProtocolError(
+            f"the workers cannot import {why}: put it into a file, as a function at the top level "
+            "of a module, and import it from there (in a notebook a cell with %%writefile makes one), or use "
+            "start_method='fork'"
         )

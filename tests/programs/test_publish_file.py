@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -107,6 +108,27 @@ def test_a_file_that_cannot_be_used_changes_nothing_and_the_next_one_is_publishe
             replace(path, weights(version + 1))
             command.read_until(f"^version {version + 1}")
             sub.wait_version(version + 1, timeout=60)
+
+
+def test_shards_are_read_by_their_index(tmp_path, publish):
+    index = tmp_path / "model.safetensors.index.json"
+
+    def write(value):
+        shards = {f"model-{k}.safetensors": {name: t} for k, (name, t) in enumerate(weights(value).items())}
+        for shard, state in shards.items():
+            replace(tmp_path / shard, state)
+        places = {name: shard for shard, state in shards.items() for name in state}
+        index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+    write(1)
+    command = publish(index, "--watch", "--interval", "0.05")
+    command.read_until("version 1 .*2 tensors, 60 B")
+    (tmp_path / "model-0.safetensors").rename(tmp_path / "away")
+    command.read_until("is gone; version 1 stays")
+    write(2)
+    command.read_until("^version 2")
+    with shmsync.Subscriber(command.name) as sub, sub.read() as section:
+        assert {tensor.unique().item() for tensor in section.weights.values(True, True)} == {2}
 
 
 def test_what_it_cannot_begin_with_is_named(tmp_path, capsys):

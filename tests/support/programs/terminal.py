@@ -32,10 +32,13 @@ class Terminal:
         self.columns, self.lines = columns, lines
         fcntl.ioctl(self._theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         self.modes_before = termios.tcgetattr(self._theirs)
+        environment = os.environ | {"TERM": "xterm-256color", "NO_COLOR": ""}
+        for name in ("COLUMNS", "LINES"):  # rich prefers them to the terminal's own size
+            environment.pop(name, None)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "shmsync", *arguments],
             stdin=self._theirs, stdout=self._theirs, stderr=self._theirs, cwd="/",
-            env=os.environ | {"TERM": "xterm-256color", "NO_COLOR": ""},
+            env=environment,
             start_new_session=True, preexec_fn=take_the_terminal,
         )  # fmt: skip
         self.text = ""

@@ -9,18 +9,16 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from ..buffers import BUFFERS
-from ..options import CollectorOptions
-from .start_and_restart import WorkerSetup
-from .worker_pool import WorkerPool
+from .buffers import BUFFERS
+from .options import CollectorOptions
+from .pool import WorkerPool
 
 
 class Batches:
     """The batches of one collector. A next() that a Ctrl-C has ended is continued by the one after it."""
 
-    def __init__(self, pool: WorkerPool, setup: WorkerSetup, options: CollectorOptions) -> None:
+    def __init__(self, pool: WorkerPool, options: CollectorOptions) -> None:
         self._pool = pool
-        self._setup = setup
         self._options = options
         self.dropped = 0
         self._buffer = 0  # of the next batch, in sync mode
@@ -47,7 +45,7 @@ class Batches:
             self.begin_round()
             self._await(lambda: len(self._pool.filled) == len(self._pool.members))
             self._pool.filled.clear()
-            batch = self._setup.memory.batch(self._buffer)
+            batch = self._pool.memory.batch(self._buffer)
             if not self._too_old(batch):
                 self._buffer = (self._buffer + 1) % BUFFERS
                 return batch
@@ -61,7 +59,7 @@ class Batches:
             self._await(lambda: self._pool.filled)
             index, buffer = self._handed = next(iter(self._pool.filled))
             del self._pool.filled[index, buffer]
-            batch = self._setup.memory.batch(buffer, self._setup.rows(index))
+            batch = self._pool.memory.batch(buffer, self._pool.rows(index))
             if not self._too_old(batch):
                 return batch
 
@@ -71,11 +69,11 @@ class Batches:
         while (lost := self._pool.wait(done, deadline, list(self._pool.members))) is not None:
             if not (self._options.restart_workers and lost.delivered):
                 lost.raise_loss()
-            self._setup.restart(lost.index)
+            self._pool.restart(lost.index)
 
     def _too_old(self, batch: TensorDict) -> bool:
         """Must the batch be collected again? Counts it as dropped then, or only warns."""
-        lag = self._setup.sender.version - int(batch["policy_version"].min())
+        lag = self._pool.sender.version - int(batch["policy_version"].min())
         if lag <= self._options.max_lag:
             return False
         if self._options.on_lag == "warn":

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ...errors import DataMismatch
-from ...memory.arena import nested
-from ...memory.devices import named
-from ...memory.manifest import Key
-from .. import spaces
-from ..buffers import RESULTS, Leaves, frame
-from .observation_buffers import OBSERVATION, Observations
+from ..errors import DataMismatch
+from ..memory.arena import nested
+from ..memory.devices import named
+from ..memory.manifest import Key
+from .buffers import RESULTS, Leaves
+from .spaces import OBSERVATION, Part
 
 ACTION: Key = ("action",)
 
@@ -23,13 +22,13 @@ ACTION: Key = ("action",)
 class Actor:
     """The policy, for so many environments at once. `device`: where it computes; None: in the host's memory."""
 
-    def __init__(self, policy: nn.Module, observations: Observations, count: int, device: str | None = None) -> None:
+    def __init__(self, policy: nn.Module, parts: list[Part], device: str | None = None) -> None:
         place = None if device is None else named(device)
         self._there = None if place is None else place.torch_device
         self._policy = policy
-        self._parts = observations.parts
-        self._layout = observations.layout
-        self._count = count
+        self._parts = parts
+        self._layout = {part.key: part.layout for part in parts}
+        self._count = len(parts[0].now)
         self._takes_tensordict = hasattr(policy, "in_keys")
         names = getattr(policy, "out_keys", None)  # of a TensorDictModule
         self._out_keys = names and [(name,) if isinstance(name, str) else tuple(name) for name in names]
@@ -37,9 +36,9 @@ class Actor:
         self._wanted: list[list[Any]] = []
         self._known: frozenset[Key] = frozenset()
 
-    def act(self, now: Sequence[NDArray[Any]]) -> Mapping[Key, torch.Tensor]:
-        """Call the policy on these leaves of the observations, `[n, ...]`. Returns its outputs by key."""
-        given = self._input(now)
+    def act(self) -> Mapping[Key, torch.Tensor]:
+        """Call the policy on the newest observations. Returns its outputs by key."""
+        given = self._input()
         recording = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # what torch.no_grad() does, for a tenth of its time
         try:
@@ -51,7 +50,7 @@ class Actor:
         elif self._out_keys is not None:
             found = {key: out.get(key) for key in self._out_keys}
         else:
-            found = spaces.as_mapping(out)
+            found = _by_key(out)
         if self._there is None:
             return found
         return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in found.items()}
@@ -60,7 +59,7 @@ class Actor:
         """The leaves of one frame, with what the policy returned."""
         ours = dict(self._layout)
         ours |= {("next", *key): value for key, value in ours.items()} | RESULTS
-        given = {}
+        given: Leaves = {}
         for key in out:
             if key in self._layout:
                 continue  # the recorded observation is the one that the policy got, whatever it made of it
@@ -77,8 +76,8 @@ class Actor:
                     f"the policy returned {'.'.join(key)!r} of shape {tuple(value.shape)} for {self._count} "
                     f"environment(s); its first dimension must be {self._count}"
                 )
-            given[key] = value[0]
-        return ours | frame(given)
+            given[key] = value.dtype, tuple(value.shape[1:])
+        return ours | given
 
     def use(self, given: list[dict[Key, torch.Tensor]]) -> None:
         """Record into these tensors `[n, steps, ...]` from now on: for each buffer, by key."""
@@ -110,20 +109,34 @@ class Actor:
             else:
                 tensor[rows, steps] = value[rows]
 
-    def _input(self, now: Sequence[NDArray[Any]]) -> Any:
+    def _input(self) -> Any:
         """What the policy is called with: its own copy, which it may write into and keep.
 
         A TensorDict for policies that take one, else the observation itself.
         """
         if self._plain:
-            given = torch.from_numpy(now[0].copy())
+            given = torch.from_numpy(self._parts[0].now.copy())
             return given if self._there is None else given.to(self._there)
-        tensors = {part.key: torch.from_numpy(leaf.copy()) for part, leaf in zip(self._parts, now, strict=True)}
+        tensors = {part.key: torch.from_numpy(part.now.copy()) for part in self._parts}
         if self._there is not None:
             tensors = {key: tensor.to(self._there) for key, tensor in tensors.items()}
         made = nested(tensors) if self._takes_tensordict else nested(tensors)[OBSERVATION[0]]
         made.batch_size = torch.Size([self._count])
         return made
+
+
+def _by_key(out: Any) -> Mapping[Any, torch.Tensor]:
+    """What a policy returned, by key: a tensor is the action. Raises TypeError when there is no action in it."""
+    if isinstance(out, torch.Tensor):
+        return {ACTION: out}
+    items = out.items(True, True) if hasattr(out, "batch_size") else out.items() if isinstance(out, Mapping) else ()
+    found = {key if isinstance(key, tuple) else (key,): value for key, value in items}
+    if ACTION not in found:
+        raise TypeError(
+            f"the policy returned a {type(out).__name__} without an action; return the action, or a dict or TensorDict "
+            "that has it under 'action'"
+        )
+    return found
 
 
 def output(out: Mapping[Key, Any], key: Key) -> torch.Tensor:

@@ -13,11 +13,11 @@ from typing import Any
 import cloudpickle
 import torch
 
-from ...memory.process import dead_parent, poll
-from ...workers.worker_process import Reported, report
-from ..buffers import Buffers, BufferSpec
-from ..options import WorkerSpec
-from ..policy_packing import bring
+from ..memory.process import dead_parent, poll
+from ..workers.worker_process import Reported, report
+from .buffers import Buffers, BufferSpec
+from .options import WorkerSpec
+from .policy_packing import bring
 from .rollout import Rollout
 
 # The words of the trainer, then those of the worker. A message is (word, content).

@@ -1,0 +1,246 @@
+"""The environments of a worker: single ones behind the interface of a vector environment, and vector environments.
+
+A group of environments is stepped as one. Its results lie in arrays of the worker, `[n, ...]`, and are what single
+environments would give, whenever a vector environment resets:
+
+- SAME_STEP: step() returns the first observation of the next episode; where the old one led is in info["final_obs"].
+- DISABLED: the caller says which to reset, with options={"reset_mask": ...}.
+- NEXT_STEP: the same for Gymnasium's own. Others reset an environment in the step after its end, whose action and
+  reward mean nothing: that step is in no batch. Their neighbours go on meanwhile, and so their rows are full earlier;
+  what they do until all rows are full is in no batch either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from gymnasium import vector
+from numpy.typing import NDArray
+
+from ..errors import DataMismatch
+from .env_values import LARGEST_FLOAT32, flag, flags, number, numbers
+from .spaces import Part, leaf
+
+SAME_STEP, NEXT_STEP, DISABLED = "SAME_STEP", "NEXT_STEP", "DISABLED"  # the names of gymnasium.vector.AutoresetMode
+
+
+class End(NamedTuple):
+    """An episode that a step has ended."""
+
+    row: int  # of its environment among those of the worker
+    terminated: bool
+    truncated: bool
+    leaves: list[Any]  # where the step led, by leaf of the observations
+
+
+class Results(NamedTuple):
+    """What the newest step of so many environments gave: arrays `[n, ...]` that are written in place."""
+
+    parts: list[Part]  # the observations that the policy sees next
+    reward: NDArray[np.float64]
+    acting: NDArray[np.bool_]  # which of them take an action in the next step, not a reset
+    ends: list[End]
+    first: int = 0  # the row of the first of them among those of the worker
+
+    @classmethod
+    def of(cls, parts: list[Part]) -> Results:
+        """Those of all environments of a worker."""
+        count = len(parts[0].now)
+        return cls(parts, np.zeros(count), np.ones(count, np.bool_), [])
+
+    def of_rows(self, first: int, count: int) -> Results:
+        """Those of some of the environments, in the same memory."""
+        rows = slice(first, first + count)
+        parts = [part._replace(now=part.now[rows]) for part in self.parts]
+        return Results(parts, self.reward[rows], self.acting[rows], self.ends, first)
+
+
+class SingleEnvs:
+    """Environments that are stepped one by one.
+
+    `action_dtype`: of elements of an array, where they expect these; None: actions are passed as they come.
+    """
+
+    uneven = False
+
+    def __init__(self, envs: Sequence[Any], results: Results, action_dtype: Any = None) -> None:
+        self._envs = envs
+        self._results = results
+        self._action_dtype = action_dtype
+
+    def reset(self, seed: int | None = None) -> None:
+        """Start a new episode in every environment."""
+        for i in range(len(self._envs)):
+            self._reset_one(i, None if seed is None else seed + i)
+
+    def seed_actions(self, seed: int) -> None:
+        """Seed the spaces from which an environment may draw actions."""
+        for i, env in enumerate(self._envs):
+            env.action_space.seed(seed + i)
+
+    def begin(self, actions: Any) -> None:
+        """These actions are for finish()."""
+        self._actions = actions if self._action_dtype is None else np.asarray(actions, self._action_dtype)
+
+    def finish(self) -> None:
+        """Let each of them step, and reset those whose episodes end."""
+        parts, rewards, _, ends, _ = self._results
+        for i, (env, action) in enumerate(zip(self._envs, self._actions, strict=True)):
+            result = env.step(action)
+            if type(result) is not tuple or len(result) != 5:
+                check_returned(result, "step()")
+            observation, reward, terminated, truncated, _ = result
+            for part in parts:
+                value = observation if not part.path else None
+                if not (type(value) is np.ndarray and value.dtype is part.dtype and value.shape == part.shape):
+                    value = leaf(observation, part, part.shape, "step()")
+                part.now[i] = value
+            if not (type(reward) is float and -LARGEST_FLOAT32 <= reward <= LARGEST_FLOAT32):
+                reward = number(reward, "the reward of step()")
+            rewards[i] = reward
+            if terminated is False and truncated is False:
+                continue
+            terminated, truncated = flag(terminated, "terminated of step()"), flag(truncated, "truncated of step()")
+            if terminated or truncated:
+                ends.append(End(i, terminated, truncated, [part.now[i].copy() for part in parts]))
+                self._reset_one(i, None)
+
+    def _reset_one(self, i: int, seed: int | None) -> None:
+        result = self._envs[i].reset() if seed is None else self._envs[i].reset(seed=seed)
+        check_returned(result, "reset()")
+        for part in self._results.parts:
+            part.now[i] = leaf(result[0], part, part.shape, "reset()")
+
+
+class VectorEnvs:
+    """The environments of one vector environment of Gymnasium's, or of its interface."""
+
+    def __init__(self, env: Any, results: Results) -> None:
+        self._env = env
+        self._results = results
+        self._count = int(env.num_envs)
+        self._mode = _mode(env)
+        self._masks = self._mode == DISABLED or (self._mode == NEXT_STEP and _takes_masks(env))
+        self.uneven = self._mode == NEXT_STEP and not self._masks
+        kind = vector.AsyncVectorEnv  # its step() is these two; a class that has changed it is asked for its own
+        self._apart = isinstance(env, kind) and type(env).step is kind.step and "step" not in vars(env)
+
+    def reset(self, seed: int | None = None) -> None:
+        """Start a new episode in every environment."""
+        self._take_reset(self._env.reset() if seed is None else self._env.reset(seed=seed))
+        self._results.acting[:] = True
+
+    def seed_actions(self, seed: int) -> None:
+        """Seed the spaces from which an environment of this process may draw actions."""
+        self._env.action_space.seed(seed)
+        for i, env in enumerate(getattr(self._env, "envs", ())):
+            env.action_space.seed(seed + i)
+
+    def begin(self, actions: Any) -> None:
+        """Let it step, up to finish(). Environments in processes do so at once, while this one goes on."""
+        self._actions = np.asarray(actions, self._env.single_action_space.dtype)
+        if self._apart:
+            self._env.step_async(self._actions)
+
+    def finish(self) -> None:
+        """Wait until it has stepped, and reset those whose episodes have ended, where it takes a mask."""
+        result = self._env.step_wait() if self._apart else self._env.step(self._actions)
+        check_returned(result, "step()")
+        observation, reward, terminated, truncated, info = result
+        parts, rewards, acting, ends, first = self._results
+        rewards[:] = numbers(reward, self._count, "the reward of step()")
+        terminated = flags(terminated, self._count, "terminated of step()")
+        truncated = flags(truncated, self._count, "truncated of step()")
+        done = terminated | truncated
+        for part in parts:
+            part.now[...] = leaf(observation, part, part.now.shape, "step()")
+        if done.any():
+            # Where the ended episodes led is in the info of the step, or in its observation until they are reset.
+            led = _final_obs(info) if self._mode == SAME_STEP else None
+            for i in done.nonzero()[0].tolist():
+                leaves = [part.now[i].copy() if led is None else _final(led, i, part) for part in parts]
+                ends.append(End(first + i, bool(terminated[i]), bool(truncated[i]), leaves))
+            if self._masks:
+                self._take_reset(self._env.reset(options={"reset_mask": done}))
+        if self.uneven:
+            acting[:] = ~done
+
+    def _take_reset(self, result: Any) -> None:
+        check_returned(result, "reset()")
+        for part in self._results.parts:
+            part.now[...] = leaf(result[0], part, part.now.shape, "reset()")
+
+
+def is_vector(env: Any) -> bool:
+    """Has it the interface of gymnasium.vector.VectorEnv?"""
+    names = ("num_envs", "single_observation_space", "single_action_space")
+    return isinstance(env, vector.VectorEnv) or all(hasattr(env, name) for name in names)
+
+
+def unrolled(envs: Sequence[Any]) -> list[Any] | None:
+    """The environments of these SyncVectorEnvs; None if one of them may do more in a step than to step them.
+
+    That is each other class, a derived one too, and an object whose step() or reset() was replaced. A worker steps
+    these environments itself: a SyncVectorEnv puts their results together three times before a batch gets them, which
+    takes longer than to step four CartPoles.
+    """
+    if any(type(env) is not vector.SyncVectorEnv or vars(env).keys() & {"step", "reset"} for env in envs):
+        return None
+    return [each for env in envs for each in env.envs]
+
+
+_RETURNED = {
+    "step()": ("observation", "reward", "terminated", "truncated", "info"),
+    "reset()": ("observation", "info"),
+}
+
+
+def check_returned(result: Any, call: str) -> None:
+    """Raise DataMismatch for what is not the tuple that this call returns in Gymnasium's API."""
+    names = _RETURNED[call]
+    if type(result) is not tuple or len(result) != len(names):
+        what = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+        raise DataMismatch(
+            f"{call} returned {what}, and must return a tuple: {', '.join(names)}, as Gymnasium's API says"
+        )
+
+
+def _final_obs(info: Any) -> Any:
+    found = info.get("final_obs") if isinstance(info, Mapping) else None
+    if found is None:
+        raise DataMismatch(
+            'step() has ended an episode but its info has no "final_obs", and the environment says that it resets '
+            "in the same step (SAME_STEP); let it return them, or use another autoreset_mode"
+        )
+    return found
+
+
+def _final(found: Any, i: int, part: Part) -> Any:
+    """A leaf of the last observation of environment i. `found` has one for each environment, or is a batch."""
+    call = "step(), in info['final_obs'],"
+    if isinstance(found, Mapping):
+        for name in part.path:
+            found = found[name]
+        return leaf(np.asarray(found)[i], part._replace(path=()), part.shape, call)
+    return leaf(found[i], part, part.shape, call)
+
+
+def _mode(env: Any) -> str:
+    """When it resets an environment whose episode has ended. NEXT_STEP where it does not say so, as in Gymnasium."""
+    mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
+    name = getattr(mode, "name", mode) or NEXT_STEP
+    known = (SAME_STEP, NEXT_STEP, DISABLED)
+    if name not in known:
+        raise DataMismatch(f"{type(env).__name__} has the autoreset_mode {mode!r}, and known are {', '.join(known)}")
+    return str(name)
+
+
+def _takes_masks(env: Any) -> bool:
+    """Does reset() reset the environments of its mask at once, although its next step would?"""
+    if not hasattr(vector, "AutoresetMode"):  # Gymnasium 1.0
+        return False
+    if type(env) is vector.AsyncVectorEnv:
+        return bool(env.shared_memory) and env.worker is None  # else its processes reset once more in the next step
+    return type(env) is vector.SyncVectorEnv
