@@ -85,6 +85,11 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
                 "publisher= has its own slots, device and dtype, and one arena for all workers; leave policy_weights=, "
                 "slots=, device=, dtype= and groups= out"
             )
+        if not isinstance(policy_weights, (dict, type(None))):
+            raise TypeError(
+                f"policy_weights is a dict of TensorDicts by model id, not a {type(policy_weights).__name__}; a pipe "
+                "is for pipe=, or for init_on_worker(pipe=)"
+            )
         self.policy_weights = {} if policy_weights is None else policy_weights
         self.auto_register = auto_register
         self.slots = slots

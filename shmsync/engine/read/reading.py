@@ -379,7 +379,7 @@ class ReadPath(_native.Reader):
             if late or (hopeless and self.gone):
                 raise Poisoned(
                     f"the publisher of arena {self.name!r} failed in the middle of version {self.latest + 1}; it has "
-                    "to publish() all weights again",
+                    "to publish() or send() all weights again",
                     version=self.latest + 1,
                 )
         elif not self._peers.alive(self.writer):  # death first: then the state is final

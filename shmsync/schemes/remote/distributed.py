@@ -107,18 +107,25 @@ class RankRequest(Request):
                 self._look()
             except dist.DistError as error:
                 self._dead = str(lost(error))
-            except Dead as dead:
-                self._dead = str(dead)
         return self._answer is not None or bool(self._dead)
 
     def _look(self) -> None:
-        """Take the answer, if it is there. Now and then look whether the rank is dead, which raises Dead."""
-        if not self._store.check([self._out]):
-            now = time.monotonic()
-            if now - self._probed >= max(_FIRST_PROBE, self._probed - self._began):
-                self._probed = now
-                probe(self._rank)
+        """Take the answer, if it is there. If not, now and then find out whether the rank is dead."""
+        if self._take():
             return
+        now = time.monotonic()
+        if now - self._probed >= max(_FIRST_PROBE, self._probed - self._began):
+            self._probed = now
+            try:
+                probe(self._rank)
+            except Dead as dead:
+                if not self._take():  # it may have answered, and then died
+                    self._dead = str(dead)
+
+    def _take(self) -> bool:
+        """Was there an answer?"""
+        if not self._store.check([self._out]):
+            return False
         word, beside = self._store.get(self._out).decode(), f"{self._out}_version"
         tag, content = None, None
         if self._store.check([beside]):  # a loop of the user's own may set the word alone
@@ -127,6 +134,7 @@ class RankRequest(Request):
         self._store.delete_key(self._out)
         if tag in (None, self._tag):
             self._answer = word, content
+        return self._answer is not None
 
     @override
     def result(self) -> Any:
@@ -356,14 +364,20 @@ class DistributedTransport(RemoteTransport):
 
     @override
     def send_ack(self, message: str = "updated", content: Any = None) -> None:
-        """Answer what receive_weights() returned last with this word; it may be answered once."""
+        """Answer what receive_weights() returned last with this word; it may be answered once.
+
+        Raises WriterDied when the store is gone, which mostly lives in the trainer.
+        """
         taken, self._taken = self._taken, None
         if not self.connected or (taken is None and self._answered):
             return
-        if taken is not None:
-            self._answered = True
-            self.store.set(f"NODE_{self.rank}_out_version", pickle.dumps((taken.tag, content)))
-        self.store.set(f"NODE_{self.rank}_out", message)
+        try:
+            if taken is not None:
+                self._answered = True
+                self.store.set(f"NODE_{self.rank}_out_version", pickle.dumps((taken.tag, content)))
+            self.store.set(f"NODE_{self.rank}_out", message)
+        except dist.DistError as error:
+            raise WriterDied(f"the store cannot be reached, so nobody gets the answer: {str(error)[:200]}") from error
 
     @property
     def owes_answer(self) -> bool:
