@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import Any, Literal
 
 from tensordict import TensorDictBase
 from torchrl._utils import WEIGHT_SYNC_TIMEOUT
-from torchrl.collectors import BaseCollector
 from torchrl.weight_update import weight_sync_schemes as _torchrl
 
 from ... import _native
 from ...engine.deadlines import timeout_or_default, timeout_or_none
 from ...engine.source.dtypes import Dtypes
-from ...errors import ClosedError, ProtocolError
+from ...errors import ClosedError
 from ...schemes.devices import DeviceChoice
 from ...schemes.strategy import WeightStrategy, has_dotted_keys
 from .trainer.first_weights import first_weights, resolve
@@ -87,34 +85,14 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
     _in_process: InProcess  # of a collector of one process
     _generation = -1  # of the process that is the trainer
     _context_set = -1  # the process in which the context was set
-    _owner: weakref.ReferenceType[BaseCollector] | None = None  # the collector that sends through it
     _shut = False
 
     # The trainer
 
     @property
     def initialized_on_sender(self) -> bool:
-        """Is this the trainer? A forked worker inherits the trainer's scheme, but is not the trainer.
-
-        A collector that asks is about to take the scheme. ClosedError or ProtocolError when it cannot have it.
-        """
-        ready = self._initialized_on_sender and self._generation == _native.fork_generation()
-        if ready:
-            # A collector asks before it starts a process, and then no more: its workers would take the places of the
-            # first one's, and a Collector of one process would send to the model of the first.
-            asking = sys._getframe(1).f_locals.get("self")
-            if isinstance(asking, BaseCollector):
-                self._give_to(asking)
-        return ready
-
-    def _give_to(self, collector: BaseCollector) -> None:
-        self._check_open()
-        owner = collector if self._owner is None else self._owner()
-        if owner is not collector:
-            gone = "belonged to a collector that is gone"
-            whose = gone if owner is None else f"belongs to another {type(owner).__name__}"
-            raise ProtocolError(f"this ShmWeightSyncScheme {whose}; {_FRESH}")
-        self._owner = weakref.ref(collector)
+        """Is this the trainer? A forked worker inherits the trainer's scheme, but is not the trainer."""
+        return self._initialized_on_sender and self._generation == _native.fork_generation()
 
     def _check_open(self) -> None:
         if self._shut:
@@ -133,7 +111,6 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         self._generation = _native.fork_generation()
         self.model_id = model_id
         self.context = context
-        self._owner = weakref.ref(context) if isinstance(context, BaseCollector) else None
         self._local = context is not None and getattr(context, "num_workers", None) is None
         if self._local:
             if model_id == "policy" and hasattr(getattr(context, "policy_version_tracker", None), "increment_version"):
@@ -339,6 +316,6 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_sender", "_receiver", "_in_process", "_owner", "_shut"):  # stay here
+        for name in ("_sender", "_receiver", "_in_process", "_shut"):  # stay here
             state.pop(name, None)
         return state

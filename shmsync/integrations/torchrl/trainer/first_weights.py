@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
 from tensordict import TensorDictBase
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torchrl.weight_update.utils import _resolve_model
 
-from ....errors import ManifestMismatch
 from ....schemes.devices import device_of_arena
 from ....schemes.strategy import WeightStrategy
 from .own_weights import tensors_of
@@ -120,17 +118,14 @@ def _from_context(model_id: str, context: Any) -> First:
             model = factories[0]()
         else:
             models = {worker: factory() for worker, factory in enumerate(factories) if factory is not None}
-            own = {
-                worker: _ready(each, context, worker) for worker, each in models.items() if isinstance(each, nn.Module)
-            }
+            own = {worker: each for worker, each in models.items() if isinstance(each, nn.Module)}
             return First(own, devices, apart=True)
     if model is None:
         raise ValueError(
             f"the collector has no {model_id!r} in this process; give the scheme its weights before making the "
             f"collector: scheme.init_on_sender(model_id={model_id!r}, model=..., devices=[...])"
         )
-    model = _ready(_module(model, model_id), context, 0)
-    return First(dict.fromkeys(range(context.num_workers), model), devices)
+    return First(dict.fromkeys(range(context.num_workers), _module(model, model_id)), devices)
 
 
 def _place(source: Any) -> str:
@@ -154,29 +149,3 @@ def _module(model: Any, model_id: str | None) -> nn.Module:
             f"{type(model).__name__}: it has no weights to send, so leave its scheme out"
         )
     return model
-
-
-def _ready(module: nn.Module, context: Any, worker: int) -> nn.Module:
-    """Run a module with lazy parameters once on an environment of the collector's, which gives them their shapes."""
-    if not any(isinstance(p, (nn.UninitializedParameter, nn.UninitializedBuffer)) for p in tensors_of(module)):
-        return module
-    from torchrl.envs import EnvBase
-    from torchrl.envs.utils import _make_compatible_policy
-
-    env = context.create_env_fn[worker]
-    own = not isinstance(env, EnvBase)
-    if own:
-        env = env(**(context.create_env_kwargs[worker] or {}))
-    try:
-        policy = _make_compatible_policy(policy=module, observation_spec=env.observation_spec, env=env)
-        with torch.no_grad():
-            policy(env.reset())
-    except Exception as error:
-        raise ManifestMismatch(
-            "the policy has lazy parameters, and running it once on its environment failed; run it once before you "
-            "make the collector"
-        ) from error
-    finally:
-        if own:
-            env.close()
-    return module
