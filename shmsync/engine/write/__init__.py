@@ -2,5 +2,5 @@
 
 writer.py has the steps in their order, pin_wait.py and acks.py the two waits for readers, adoption.py the module that
 is the slab.
-May be imported by engine, schemes and workers.
+May be imported by engine, schemes, workers and integrations.
 """

@@ -9,7 +9,7 @@ try:
 except ImportError as error:
     raise ImportError(f"this needs TorchRL ({error}): pip install 'shmsync[torchrl]'") from error
 
-from .torchrl_scheme import ShmWeightSyncScheme
+from .scheme import ShmWeightSyncScheme
 
 SharedMemWeightSyncScheme = ShmWeightSyncScheme
 

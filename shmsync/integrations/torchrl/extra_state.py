@@ -20,16 +20,14 @@ from ...engine.source.wrappers import walk
 from ...memory.manifest import Key
 from ...memory.torch_modes import run_plainly
 from ...schemes.messages import dumps
+from ...schemes.strategy import STATE_KEY
 
 LEAF = "__extra_state__"  # also TorchRL's key, in a TensorDict of weights
 KEY: Key = (LEAF,)
-STATE_DICT_KEY = "_extra_state"
-KEYS = (LEAF, STATE_DICT_KEY)
 _LENGTH_BYTES = 8
 _SMALLEST = 1024  # bytes of room
 
-States = dict[str, Any]  # what get_extra_state() returned, by the module's path
-
+States = dict[str, Any]  # what get_extra_state() returned, by the module's dotted path
 
 _stateless: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules without: a module is searched once
 
@@ -37,31 +35,31 @@ _stateless: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules without: a
 def separate(weights: Any) -> tuple[Any, States | None]:
     """Split weights into what a Publisher takes and their extra state (None: there is none). Copies nothing."""
     if isinstance(weights, nn.Module):
-        states = {path: module.get_extra_state() for path, module in _with_state(weights)}
-        return weights, states or None
-    if isinstance(weights, TensorDictBase):
-        if LEAF not in weights.keys():  # noqa: SIM118  # a TensorDict iterates over its batch
+        if weights in _stateless:
             return weights, None
-        return weights.exclude(LEAF), {"": _plain(weights.get(LEAF))}
-    if isinstance(weights, Mapping):
-        keys = [key for key in weights if isinstance(key, str) and key.rpartition(".")[2] in KEYS]
+        found = {".".join(place.path): place.module for place in walk(weights)}
+        states = {path: each.get_extra_state() for path, each in found.items() if _has_state(each)}
+        if states:
+            return flat(weights), states
+        _stateless.add(weights)
+    elif isinstance(weights, TensorDictBase):
+        if LEAF in weights.keys():  # noqa: SIM118  # a TensorDict iterates over its batch
+            return weights.exclude(LEAF), {"": _plain(weights.get(LEAF))}
+    elif isinstance(weights, Mapping):
+        keys = [key for key in weights if isinstance(key, str) and key.rpartition(".")[2] in (LEAF, STATE_KEY)]
         if keys:
             states = {key.rpartition(".")[0]: _plain(weights[key]) for key in keys}
             return {key: value for key, value in weights.items() if key not in keys}, states
     return weights, None
 
 
-def together(tensors: Any, states: States, room: int = 0) -> dict[str, Any]:
-    """Tensors and states as one mapping for a Publisher; the states' leaf has at least `room` bytes."""
-    packed = dumps(states)
-    size = max(_SMALLEST, room, 1 << (2 * len(packed) - 1).bit_length())
-    return {**flat(tensors), LEAF: _leaf(packed, size)}
+def _has_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
-def fitted(tensors: Any, states: States, room: int) -> dict[str, Any] | None:
-    """Tensors and states with a leaf of exactly `room` bytes; None when the states need more."""
-    packed = dumps(states)
-    return {**flat(tensors), LEAF: _leaf(packed, room)} if len(packed) + _LENGTH_BYTES <= room else None
+def _plain(state: Any) -> Any:
+    # TorchRL keeps it as a TensorDict, and gives set_extra_state() this dict. A state_dict has it as it was returned.
+    return state.flatten_keys(".").to_dict() if isinstance(state, TensorDictBase) else state
 
 
 def flat(tensors: Any) -> dict[str, Any]:
@@ -69,31 +67,21 @@ def flat(tensors: Any) -> dict[str, Any]:
     return {".".join(key): tensor for key, tensor in collect(tensors, EVERYTHING).items()}
 
 
-def unpacked(weights: TensorDictBase) -> Any:
-    """Weights read from an arena, with the extra state unpacked, in a form that a scheme can send."""
-    if LEAF not in weights.keys():  # noqa: SIM118  # a TensorDict iterates over its batch
-        return weights
-    return {**flat(weights.exclude(LEAF)), **by_key(states_in(weights.get(LEAF)))}
+def needed(states: States | None) -> int:
+    """The bytes that a leaf of these states has at least."""
+    return 0 if states is None else _LENGTH_BYTES + len(dumps(states))
 
 
-def by_key(states: States) -> dict[str, Any]:
-    """Extra states under the keys that a state_dict has for them."""
-    return {f"{path}.{STATE_DICT_KEY}" if path else STATE_DICT_KEY: state for path, state in states.items()}
-
-
-def submodules(module: nn.Module) -> dict[Key, nn.Module]:
-    """The module and all in it by path, without the wrappers."""
-    return {place.path: place.module for place in walk(module)}
-
-
-def set_states(module: nn.Module, leaf: torch.Tensor) -> None:
-    """Give the module, and those in it, the state that lies in a leaf. Raises what set_extra_state() raises."""
-    places = submodules(module)
-    for path, state in states_in(leaf).items():
-        found = places.get(tuple(path.split(".")) if path else ())
-        if found is None:
-            raise AttributeError(f"the module has no submodule {path!r}, which has extra state in the weights")
-        found.set_extra_state(state)
+@run_plainly
+def together(tensors: Any, states: States | None, room: int = 0) -> Any:
+    """What a Publisher takes for both; the leaf has `room` bytes, or twice what it needs."""
+    if states is None:
+        return tensors
+    packed = dumps(states)
+    leaf = torch.zeros(room or max(_SMALLEST, 2 * needed(states)), dtype=torch.uint8, device="cpu")
+    data = len(packed).to_bytes(_LENGTH_BYTES, "little") + packed
+    leaf[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return {**flat(tensors), LEAF: leaf}
 
 
 def states_in(leaf: torch.Tensor) -> States:
@@ -104,27 +92,22 @@ def states_in(leaf: torch.Tensor) -> States:
     return states
 
 
-@run_plainly
-def _leaf(packed: bytes, size: int) -> torch.Tensor:
-    leaf = torch.zeros(size, dtype=torch.uint8, device="cpu")
-    data = len(packed).to_bytes(_LENGTH_BYTES, "little") + packed
-    leaf[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return leaf
+def unpacked(weights: TensorDictBase) -> Any:
+    """Weights read from an arena, with the extra state unpacked, in a form that a scheme can send."""
+    if LEAF not in weights.keys():  # noqa: SIM118  # a TensorDict iterates over its batch
+        return weights
+    return {**flat(weights.exclude(LEAF)), **by_key(states_in(weights.get(LEAF)))}
 
 
-def _plain(state: Any) -> Any:
-    # TorchRL keeps it as a TensorDict, and gives set_extra_state() this dict. A state_dict has it as it was returned.
-    return state.flatten_keys(".").to_dict() if isinstance(state, TensorDictBase) else state
+def by_key(states: States | None) -> dict[str, Any]:
+    """Extra states under the keys that a state_dict has for them."""
+    return {f"{path}.{STATE_KEY}" if path else STATE_KEY: state for path, state in (states or {}).items()}
 
 
-def _with_state(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules with extra state in this one, each once, with their dotted paths."""
-    if module in _stateless:
-        return []
-    first: dict[nn.Module, str] = {}
-    for path, child in submodules(module).items():
-        if type(child).get_extra_state is not nn.Module.get_extra_state:
-            first.setdefault(child, ".".join(path))
-    if not first:
-        _stateless.add(module)
-    return [(path, child) for child, path in first.items()]
+def set_states(module: nn.Module, leaf: torch.Tensor) -> None:
+    """Give the module, and those in it, the state that lies in a leaf. Raises what set_extra_state() raises."""
+    places = {".".join(place.path): place.module for place in walk(module)}
+    for path, state in states_in(leaf).items():
+        if path not in places:
+            raise AttributeError(f"the module has no submodule {path!r}, which has extra state in the weights")
+        places[path].set_extra_state(state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from support.torchrl import policies
 from support.torchrl.parts import ask
@@ -33,20 +32,6 @@ def test_batch_norm_counts_in_each_worker_until_an_update_brings_the_trainers_co
     next(batches)
     assert all(int(found[COUNT]) >= 1010 for found in ask(collecting, "policy.read"))
     assert int(policy.module.norm.num_batches_tracked) == 1000
-
-
-def test_lazy_parameters_get_their_shapes_from_the_environment(collector):
-    policy = Acting(nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(1)))
-    collecting = collector(policy)
-    assert policy.module[0].weight.shape == (4, 1)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.fill_(2)
-    collecting.update_policy_weights_()
-    for found in ask(collecting, "policy.read"):
-        assert len(found) == 4 and all((weight == 2).all() for weight in found.values())
-    batch = next(iter(collecting))
-    assert torch.equal(batch["action"], 4 * 2 * (2 * batch["observation"] + 2) + 2)
 
 
 def test_tied_parameters_stay_tied(collector):

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import Any, Literal
 
 from tensordict import TensorDictBase
-from torchrl._utils import WEIGHT_SYNC_TIMEOUT
-from torchrl.collectors import BaseCollector
 from torchrl.weight_update import weight_sync_schemes as _torchrl
 
 from ... import _native
 from ...engine.deadlines import timeout_or_default, timeout_or_none
-from ...engine.source.dtypes import Dtypes
-from ...errors import ClosedError, ProtocolError
-from ...schemes.devices import DeviceChoice
+from ...engine.source.dtypes import Dtypes, check_dtypes
+from ...errors import ClosedError, ManifestMismatch, ProtocolError
+from ...schemes.devices import DeviceChoice, WorkerDevices
 from ...schemes.strategy import WeightStrategy, has_dotted_keys
-from .trainer.first_weights import first_weights, resolve
-from .trainer.groups import Groups
-from .trainer.in_process import InProcess
-from .trainer.options import NOT_DISTRIBUTED, check_not_distributed, checked_devices
-from .trainer.torchrl_sender import Sender
-from .worker.clock import OwnVersions
-from .worker.torchrl_receiver import Receiver
+from . import extra_state
+from .receiver import Receiver
+from .safe_point import stamp_roots
+from .sender import Sender
+from .weights import first_weights, resolve
 
+NOT_DISTRIBUTED = (
+    "ShmWeightSyncScheme shares memory with the processes that Collector, MultiSyncCollector and MultiAsyncCollector "
+    "start; a {} takes RayWeightSyncScheme(), RPCWeightSyncScheme() or DistributedWeightSyncScheme() of "
+    "torchrl.weight_update"
+)
 _FRESH = "give each collector its own scheme: a new one, or a copy, pickle.loads(pickle.dumps(scheme))"
 
 
@@ -70,7 +70,10 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         strict: bool = True,
     ) -> None:
         super().__init__(strategy)
-        self._devices = checked_devices(device, strict=strict, dtype=dtype)
+        if not isinstance(strict, bool):
+            raise TypeError(f"strict is True or False, not {strict!r}")
+        check_dtypes(dtype)
+        self._devices = WorkerDevices(device)
         self.device = device
         self.sync = sync
         self.per_worker_weights = per_worker_weights
@@ -84,37 +87,16 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
     # Not in __init__: an unpickled scheme starts with these.
     _sender: Sender | None = None
     _receiver: Receiver | None = None
-    _in_process: InProcess  # of a collector of one process
     _generation = -1  # of the process that is the trainer
     _context_set = -1  # the process in which the context was set
-    _owner: weakref.ReferenceType[BaseCollector] | None = None  # the collector that sends through it
     _shut = False
 
     # The trainer
 
     @property
     def initialized_on_sender(self) -> bool:
-        """Is this the trainer? A forked worker inherits the trainer's scheme, but is not the trainer.
-
-        A collector that asks is about to take the scheme. ClosedError or ProtocolError when it cannot have it.
-        """
-        ready = self._initialized_on_sender and self._generation == _native.fork_generation()
-        if ready:
-            # A collector asks before it starts a process, and then no more: its workers would take the places of the
-            # first one's, and a Collector of one process would send to the model of the first.
-            asking = sys._getframe(1).f_locals.get("self")
-            if isinstance(asking, BaseCollector):
-                self._give_to(asking)
-        return ready
-
-    def _give_to(self, collector: BaseCollector) -> None:
-        self._check_open()
-        owner = collector if self._owner is None else self._owner()
-        if owner is not collector:
-            gone = "belonged to a collector that is gone"
-            whose = gone if owner is None else f"belongs to another {type(owner).__name__}"
-            raise ProtocolError(f"this ShmWeightSyncScheme {whose}; {_FRESH}")
-        self._owner = weakref.ref(collector)
+        """Is this the trainer? A forked worker inherits the trainer's scheme, but is not the trainer."""
+        return self._initialized_on_sender and self._generation == _native.fork_generation()
 
     def _check_open(self) -> None:
         if self._shut:
@@ -122,7 +104,9 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
 
     def init_on_sender(self, *args: Any, **kwargs: Any) -> None:
         """As in TorchRL. Raises ProtocolError for a collector over Ray, RPC or torch.distributed."""
-        check_not_distributed(kwargs.get("context"))
+        context = kwargs.get("context")
+        if any(kind.__module__.startswith("torchrl.collectors.distributed") for kind in type(context).__mro__):
+            raise ProtocolError(NOT_DISTRIBUTED.format(type(context).__name__))
         super().init_on_sender(*args, **kwargs)
 
     def _init_on_sender_impl(
@@ -133,30 +117,27 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         self._generation = _native.fork_generation()
         self.model_id = model_id
         self.context = context
-        self._owner = weakref.ref(context) if isinstance(context, BaseCollector) else None
         self._local = context is not None and getattr(context, "num_workers", None) is None
         if self._local:
             if model_id == "policy" and hasattr(getattr(context, "policy_version_tracker", None), "increment_version"):
-                OwnVersions(context)
-            self._in_process = InProcess(self.dtype, self.strict)
+                _keep_roots_true(context)
             return
         first = first_weights(model_id=model_id, context=context, **given)
-        chosen = self._devices
-        chosen.check_workers(len(first.sources))
-        places = first.places() if chosen.unset else {worker: str(chosen.of(worker)) for worker in first.sources}
+        self._devices.check_workers(len(first.sources))
         if self._sender is not None:
             self._sender.close()
-        groups = Groups(
-            first.sources,
-            apart=first.apart or self.per_worker_weights,
+        self._sender = Sender(
+            model_id or "policy",
+            first,
+            self._devices,
+            apart=self.per_worker_weights,
             options={"slots": self.slots, "timeout": self.timeout},
             dtype=self.dtype,
             strict=self.strict,
-            places=places,
+            context=self._context_ref,
         )
         self.per_worker_weights = self.per_worker_weights or first.apart
-        self._sender = Sender(model_id or "policy", first, groups, self.timeout, self._context_ref)
-        self._invitation = self._sender.connections.address, groups.names
+        self._invitation = self._sender.mailbox.address, self._sender.names
 
     def _setup_connection_and_weights_on_sender_impl(
         self, *, worker_idx: int | None = None, weights: Any | None = None
@@ -164,9 +145,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         """Make the arenas, and wait for no worker: workers find them by name."""
         if self._local:
             return
-        sender = self._needed_sender()
-        now = sender.first.again()
-        sender.groups.open(lambda worker: self._prepared(now[worker]))
+        self._needed_sender().open(self._prepared)
         if weights is not None:
             self._send(weights, None, wait=False)
 
@@ -192,7 +171,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             model_id = self._model_id or "policy"
             if isinstance(weights, str):
                 weights = super().prepare_weights(weights, model_id, self._strategy, self.context)
-            self._in_process.apply(self.context, model_id, weights)
+            self._apply_here(model_id, weights)
             return 0  # such a collector is its own worker, and counts versions itself
         return self._send(weights, worker_ids, wait=self.sync, timeout=timeout)
 
@@ -201,7 +180,30 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         if isinstance(weights, str):
             weights = super().prepare_weights(weights, self._model_id, self._strategy, self.context)
         model = None if sender.first.apart else resolve(self.context, self._model_id or "policy")
-        return sender.send(sender.wanted(weights, worker_ids, model), self._prepared, wait=wait, timeout=timeout)
+        return sender.send(weights, worker_ids, model, self._prepared, wait=wait, timeout=timeout)
+
+    def _apply_here(self, model_id: str, weights: Any) -> None:
+        """Apply weights, all or none, to the model of a collector of one process; None: the trainer's own policy."""
+        model = resolve(self.context, model_id)
+        if weights is None and model_id == "policy":
+            weights = getattr(self.context, "_orig_policy", None)
+        if weights is None or weights is model:
+            return
+        tensors, states = extra_state.separate(weights)
+        given, whole = extra_state.flat(tensors), extra_state.flat(model)
+        if not self.strict and whole.keys() & given.keys():
+            given = {key: tensor for key, tensor in given.items() if key in whole}
+            known = extra_state.separate(model)[1] or {}
+            states = {path: state for path, state in (states or {}).items() if path in known}
+        if self.dtype is not None:  # a policy whose weights are cast has the dtypes that they are cast to
+            cast = {key for key in given.keys() & whole.keys() if given[key].is_floating_point()}
+            given |= {key: given[key].to(whole[key].dtype) for key in cast if whole[key].is_floating_point()}
+        try:
+            WeightStrategy(partial=True).apply_weights(model, given | extra_state.by_key(states))
+        except ManifestMismatch as error:
+            raise ManifestMismatch(
+                f"{error}. ShmWeightSyncScheme(strict=False) leaves out what is unexpected, dtype= casts"
+            ) from error
 
     def _prepared(self, weights: Any) -> Any:
         if self.strategy_str == "state_dict" and hasattr(weights, "merge_and_unload"):
@@ -244,13 +246,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         if worker not in names:
             raise RuntimeError(f"worker_idx is {worker}, but the trainer expects workers {sorted(names)}")
         model = self.model
-        receiver = Receiver(address, names[worker], worker, timeout=self.timeout, patience=WEIGHT_SYNC_TIMEOUT)
-        try:
-            if model is not None:
-                receiver.bind(model)
-        except BaseException:
-            receiver.close()
-            raise
+        receiver = Receiver(address, names[worker], worker, model, self.timeout)
         self._receiver = receiver
         receiver.follow(self.context, self._model_id or "policy")
 
@@ -308,7 +304,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         if self._receiver is not None:
             return self._receiver.weights
         if self._sender is not None and self.synchronized_on_sender:
-            return self._sender.groups.weights()
+            return self._sender.weights
         return _torchrl.WeightSyncScheme.weights.fget(self)
 
     def create_transport(self, **kwargs: Any) -> Any:
@@ -339,6 +335,30 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_sender", "_receiver", "_in_process", "_owner", "_shut"):  # stay here
-            state.pop(name, None)
-        return state
+        return state | {"_sender": None, "_receiver": None, "_shut": False}  # they stay here
+
+
+def _keep_roots_true(collector: Any) -> None:
+    """Let the root entries of a collector of one process give its version too.
+
+    It counts versions itself, after the weights were applied. Its next frame carries the version of the frame before
+    as its root entry; so the root is stamped again when the number has changed since.
+    """
+    tracker, reference = collector.policy_version_tracker, weakref.ref(collector)
+    tracker._step = _RootStamp(tracker, reference)
+
+
+class _RootStamp:
+    def __init__(self, tracker: Any, collector: weakref.ref[Any] | None) -> None:
+        self._tracker, self._collector, self._stamped = tracker, collector, tracker.version
+
+    def __call__(self, tensordict: Any, next_tensordict: Any) -> Any:
+        tracker = self._tracker
+        step = type(tracker)._step.__get__(tracker)
+        if tensordict is not None and self._stamped != tracker.version:  # None: a reset, which ends no frame
+            self._stamped = tracker.version
+            stamp_roots(step, (tensordict,), None if self._collector is None else self._collector())
+        return step(tensordict, next_tensordict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_collector": None}  # of a copy of the environment, which belongs to no collector

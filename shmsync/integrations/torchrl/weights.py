@@ -1,0 +1,206 @@
+"""Which weights a trainer sends: the first ones, in the forms in which TorchRL gives them, and those without a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from torchrl.weight_update.utils import _resolve_model
+
+from ...engine.source.manifest_check import same_bytes
+from ...memory.torch_modes import run_plainly
+from ...schemes.devices import HOST, device_of_arena
+from ...schemes.strategy import WeightStrategy
+from . import extra_state
+
+
+class First(NamedTuple):
+    """What the workers start with."""
+
+    sources: dict[int, Any]  # by worker: a module or a TensorDict; workers with the same object share weights
+    devices: Mapping[int, Any] = MappingProxyType({})  # of each worker's policy, where it is known
+    apart: bool = False  # each worker has its own weights
+    mapped: Callable[[], dict[int, Any]] | None = None  # makes `sources`, with the values of the moment
+
+    def again(self) -> dict[int, Any]:
+        """`sources` again, with the values that they have now."""
+        return self.sources if self.mapped is None else self.mapped()
+
+    def place(self, worker: int) -> str:
+        """Where the worker's arena lies if nothing was said: where its policy is, if an arena can lie there."""
+        if self.devices.get(worker) is not None:
+            return device_of_arena(self.devices[worker])
+        found = {str(tensor.device) for tensor in tensors_of(self.sources[worker])}
+        return device_of_arena(found.pop()) if len(found) == 1 else HOST
+
+
+def first_weights(
+    *,
+    model_id: str | None,
+    context: Any,
+    weights: Any = None,
+    model: Any = None,
+    params_map: Mapping[int, Any] | None = None,
+    devices: Sequence[Any] | None = None,
+    device_map_fn: Callable[[int, Any], Any] | None = None,
+    num_workers: int | None = None,
+) -> First:
+    """The first weights, from the arguments of init_on_sender().
+
+    Raises ValueError for contradictory or missing ones, TypeError for a model that is no torch.nn.Module.
+    """
+    given = {
+        "params_map": params_map,
+        "context": context,
+        "model": model,
+        "weights": weights,
+        "devices": devices,
+        "device_map_fn": device_map_fn,
+    }
+    names = [name for name, value in given.items() if value is not None]
+    for alone in ("params_map", "context"):
+        if alone in names and names != [alone]:
+            raise ValueError(f"{alone} stands alone, but {', '.join(names)} were given; leave the others out")
+    if params_map is not None:
+        if not all(isinstance(worker, int) and isinstance(td, TensorDictBase) for worker, td in params_map.items()):
+            raise ValueError("params_map must be a dict of worker index to TensorDict")
+        return First(dict(params_map))
+    if context is not None:
+        if model_id is None:
+            raise ValueError("a context needs the model_id= of the model to find in it")
+        return _from_context(model_id, context)
+    if (model is None) == (weights is None):
+        raise ValueError(
+            f"init_on_sender() takes a context, a params_map, or one of model and weights; given: {names or 'nothing'}"
+        )
+    source = weights if model is None else _module(model, model_id)
+    if device_map_fn is not None:
+        if devices is not None or num_workers is None:
+            raise ValueError("device_map_fn needs num_workers=, and no devices=")
+
+        def mapped() -> dict[int, Any]:
+            tensors = WeightStrategy().extract_weights(source) if isinstance(source, nn.Module) else source
+            return {worker: device_map_fn(worker, tensors) for worker in range(num_workers)}
+
+        return First(mapped(), mapped=mapped)
+    if devices is None:
+        raise ValueError("model or weights need devices=, one for each worker, or device_map_fn= with num_workers=")
+    if num_workers is not None and num_workers != len(devices):
+        raise ValueError(f"num_workers is {num_workers}, but devices has {len(devices)}; leave one of them out")
+    return First(dict.fromkeys(range(len(devices)), source), dict(enumerate(devices)))
+
+
+def _from_context(model_id: str, context: Any) -> First:
+    devices = dict(enumerate(context.policy_device))
+    model = resolve(context, model_id)
+    factories = list(getattr(context, "policy_factory", None) or ())
+    if model is None and model_id == "policy" and any(factories):
+        if any(factory is not factories[0] for factory in factories):
+            models = {worker: factory() for worker, factory in enumerate(factories) if factory is not None}
+            own = {worker: each for worker, each in models.items() if isinstance(each, nn.Module)}
+            return First(own, devices, apart=True)
+        model = factories[0]()
+    if model is None:
+        raise ValueError(
+            f"the collector has no {model_id!r} in this process; give the scheme its weights before making the "
+            f"collector: scheme.init_on_sender(model_id={model_id!r}, model=..., devices=[...])"
+        )
+    return First(dict.fromkeys(range(context.num_workers), _module(model, model_id)), devices)
+
+
+def resolve(context: Any, model_id: str) -> Any:
+    """The model of this id in a context, or None."""
+    if context is None:
+        return None
+    try:
+        model = _resolve_model(context, model_id)
+    except (AttributeError, KeyError, IndexError):
+        model = None
+    if model is None and model_id == "policy":
+        model = getattr(context, "_fallback_policy", None)
+    return model
+
+
+def _module(model: Any, model_id: str | None) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"ShmWeightSyncScheme requires an nn.Module policy, but {model_id or 'the model'} is a "
+            f"{type(model).__name__}: it has no weights to send, so leave its scheme out"
+        )
+    return model
+
+
+def tensors_of(weights: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a module, a TensorDict or a flat mapping; none in other weights."""
+    if isinstance(weights, nn.Module):
+        yield from weights.parameters()
+        yield from weights.buffers()
+    elif isinstance(weights, (TensorDictBase, Mapping)):
+        values: Any = weights.values(True, True) if isinstance(weights, TensorDictBase) else weights.values()
+        yield from (value for value in values if isinstance(value, torch.Tensor))
+
+
+class OtherWeights:
+    """Which workers have other weights than the trainer's own model, and what that was when those were sent.
+
+    TorchRL's schemes make the trainer's policy and the workers' one memory, so there the last write counts: an update
+    with weights, or one to the policy. Here they are apart. After an update with other weights, one without sends the
+    policy only if it has changed since. That is decided by its bytes, against a copy made when the other weights were
+    sent: the counters of tensors miss writes through .data and through NumPy. Without an update with other weights
+    there is no copy and no comparison.
+    """
+
+    def __init__(self) -> None:
+        self._workers: set[int] = set()
+        self._then: dict[str, torch.Tensor] = {}
+
+    def kept_by(self, workers: set[int], own: Any) -> set[int]:
+        """Those of these workers that keep what they have in an update without weights."""
+        found = workers & self._workers
+        return set() if found and self._changed(_values(own)) else found
+
+    def sent(self, workers: set[int], weights: Any, own: Any) -> None:
+        """These weights went to these workers."""
+        if weights is own or _same_memory(weights, own):
+            self._workers = self._workers - workers
+            return
+        values, others = _values(own), self._workers - workers
+        if others and self._changed(values):
+            others = set()  # for them the model has changed since
+        self._workers = others | workers
+        self._copy(values)
+
+    @run_plainly
+    def _changed(self, values: dict[str, torch.Tensor]) -> bool:
+        then = self._then
+        return _kinds(values) != _kinds(then) or any(
+            not same_bytes(tensor, then[key]) for key, tensor in values.items()
+        )
+
+    @run_plainly
+    def _copy(self, values: dict[str, torch.Tensor]) -> None:
+        if _kinds(values) == _kinds(self._then):  # into the same memory
+            if values:
+                torch._foreach_copy_(list(self._then.values()), list(values.values()))
+        else:
+            self._then = {key: tensor.detach().clone() for key, tensor in values.items()}
+
+
+def _kinds(values: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
+    return [(key, tensor.shape, tensor.dtype, tensor.device) for key, tensor in values.items()]
+
+
+def _values(weights: Any) -> dict[str, torch.Tensor]:
+    """The tensors by dotted key; extra state is one of them."""
+    tensors, states = extra_state.separate(weights)
+    return extra_state.flat(tensors) if states is None else extra_state.together(tensors, states)
+
+
+def _same_memory(weights: Any, own: Any) -> bool:
+    """Are these weights tensors of the model, as in TensorDict.from_module(policy)? The first one tells."""
+    first = next(tensors_of(weights), None)
+    return first is not None and any(first.data_ptr() == tensor.data_ptr() for tensor in tensors_of(own))
