@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from .engine.publisher import Publisher, writer_of
 from .errors import ClosedError, ForkedHandle
@@ -81,7 +81,7 @@ class _Publishers:
     """All publishers of one registry, by name: a metric may come once only, with the samples of all arenas."""
 
     def __init__(self) -> None:
-        self.publishers: dict[str, Publisher] = {}
+        self.publishers: WeakValueDictionary[str, Publisher] = WeakValueDictionary()
 
     def describe(self) -> list[Any]:
         """Nothing yet: else a registry would ask for all figures when this is registered."""

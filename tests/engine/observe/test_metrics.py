@@ -1,6 +1,8 @@
 """shmsync.metrics: the figures of a publisher in Prometheus' text format, in one dict, and in the dashboard."""
 
+import gc
 import re
+import weakref
 
 import pytest
 
@@ -57,6 +59,17 @@ def test_every_figure_is_that_of_the_publisher(start, registry):
         assert states == [1, 0, 1]
         late.stop()
         assert of(scraped(registry), "shmsync_readers", arena=arena, state="stopped") == 1
+    assert scraped(registry) == {}
+
+
+def test_a_registry_does_not_keep_a_publisher(registry):
+    pub = shmsync.Publisher(stamped(1))
+    metrics.prometheus(pub, registry)
+    gone = weakref.ref(pub)
+    with pytest.warns(ResourceWarning):  # noqa: PT031
+        del pub
+        gc.collect()
+    assert gone() is None
     assert scraped(registry) == {}
 
 
