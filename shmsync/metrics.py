@@ -1,4 +1,4 @@
-"""Figures of a publisher for dashboards: Prometheus, TensorBoard, Weights & Biases, OpenTelemetry.
+"""Figures of a publisher for Prometheus.
 
 They are read when a scrape asks for them, from `pub.stats()` and `pub.readers()`; in between they cost nothing.
 """
@@ -36,26 +36,6 @@ _OF_READERS: dict[str, tuple[str, Any]] = {  # and how several readers of one pr
     "torn": ("sections whose weights changed meanwhile (optimistic and live)", sum),
     "retries": ("attempts to enter that met the writer", sum),
 }
-
-
-def values(pub: Publisher, *, prefix: str = "shmsync/") -> dict[str, float]:
-    """One flat dict of figures: `wandb.log(values(pub))`, or `writer.add_scalar(name, value, step)` for each.
-
-    It has the version, counts, latencies in seconds, how many readers are in each state, and the largest lag and pin
-    age of the living. `prefix` stands before each name; "shmsync." gives names as OpenTelemetry has them.
-    Raises ClosedError for a closed publisher, ForkedHandle for a parent's.
-    """
-    readers, stats = pub.readers(), pub.stats()
-    living = [reader for reader in readers if reader.state.value != "dead"]
-    found: dict[str, float] = {"version": stats.version} | {name: getattr(stats, name) for name in _COUNTS}
-    for name in _TIMES:
-        found |= {
-            f"{name}.{part}": getattr(getattr(stats, name), part) for part in ("count", "p50", "p90", "p99", "max")
-        }
-    found |= {f"readers.{state}": sum(reader.state.value == state for reader in readers) for state in _STATES}
-    found["readers.max_lag"] = max((reader.lag for reader in living), default=0)
-    found["readers.max_pin_age"] = max((reader.pin_age for reader in living), default=0.0)
-    return {prefix + name: value for name, value in found.items()}
 
 
 def prometheus(pub: Publisher, registry: CollectorRegistry | None = None) -> None:
