@@ -113,8 +113,9 @@ for function in (ReadPath.run, ReadPath.private, *outputs.FRAMES):
 
 _compiles: Callable[[], object] | None = None
 with suppress(ImportError):  # this torch does not say
-    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
     from torch._C._dynamo.eval_frame import get_eval_frame_callback as _compiles
+with suppress(ImportError):  # in a torch without it, the first call of a guard breaks the graph
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
     # The first guard may run below code that Dynamo compiles, and then register() does.
     set_code_exec_strategy(register.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
