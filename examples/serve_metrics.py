@@ -1,4 +1,4 @@
-"""A trainer that serves its figures to Prometheus at http://localhost:9400/metrics, and prints some as a log would.
+"""A trainer that serves its figures to Prometheus at http://localhost:9400/metrics.
 
 Needs `pip install 'shmsync[metrics]'`. docs/grafana.json is a dashboard for these figures.
 """
@@ -40,5 +40,3 @@ if __name__ == "__main__":
                 policy.weight.add_(1e-3)
             pub.publish()
             time.sleep(0.05)
-        for name, value in metrics.values(pub).items():  # what a writer of TensorBoard or W&B would be given
-            print(f"{name} {value:g}")

@@ -1,4 +1,4 @@
-"""Figures of a publisher for dashboards: Prometheus, TensorBoard, Weights & Biases, OpenTelemetry.
+"""Figures of a publisher for Prometheus.
 
 They are read when a scrape asks for them, from `pub.stats()` and `pub.readers()`; in between they cost nothing.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from .engine.publisher import Publisher, writer_of
 from .errors import ClosedError, ForkedHandle
@@ -38,26 +38,6 @@ _OF_READERS: dict[str, tuple[str, Any]] = {  # and how several readers of one pr
 }
 
 
-def values(pub: Publisher, *, prefix: str = "shmsync/") -> dict[str, float]:
-    """One flat dict of figures: `wandb.log(values(pub))`, or `writer.add_scalar(name, value, step)` for each.
-
-    It has the version, counts, latencies in seconds, how many readers are in each state, and the largest lag and pin
-    age of the living. `prefix` stands before each name; "shmsync." gives names as OpenTelemetry has them.
-    Raises ClosedError for a closed publisher, ForkedHandle for a parent's.
-    """
-    readers, stats = pub.readers(), pub.stats()
-    living = [reader for reader in readers if reader.state.value != "dead"]
-    found: dict[str, float] = {"version": stats.version} | {name: getattr(stats, name) for name in _COUNTS}
-    for name in _TIMES:
-        found |= {
-            f"{name}.{part}": getattr(getattr(stats, name), part) for part in ("count", "p50", "p90", "p99", "max")
-        }
-    found |= {f"readers.{state}": sum(reader.state.value == state for reader in readers) for state in _STATES}
-    found["readers.max_lag"] = max((reader.lag for reader in living), default=0)
-    found["readers.max_pin_age"] = max((reader.pin_age for reader in living), default=0.0)
-    return {prefix + name: value for name, value in found.items()}
-
-
 def prometheus(pub: Publisher, registry: CollectorRegistry | None = None) -> None:
     """Let Prometheus see a publisher: `prometheus(pub)`, then `prometheus_client.start_http_server(9400)`.
 
@@ -81,7 +61,7 @@ class _Publishers:
     """All publishers of one registry, by name: a metric may come once only, with the samples of all arenas."""
 
     def __init__(self) -> None:
-        self.publishers: dict[str, Publisher] = {}
+        self.publishers: WeakValueDictionary[str, Publisher] = WeakValueDictionary()
 
     def describe(self) -> list[Any]:
         """Nothing yet: else a registry would ask for all figures when this is registered."""

@@ -2,7 +2,7 @@
 
     make planted-faults                          every fault; those of the native core need a build each
     make planted-faults ARGS="engine/write"      those whose path contains a word
-    make planted-faults ARGS=--check             only that each text to replace is there, once
+    make planted-faults ARGS=--check             only that each text to replace is there, once, and each test file
 
 Run it before and after tests are made fewer: what was found before must be found after. A fault is a text of one file,
 what stands in its place, and test files that must notice. A text that is not there exactly once is an error.
@@ -41,7 +41,7 @@ FAULTS = [
           "if False and not filter.admits(", "unit/source/test_weights.py unit/write/test_publish.py"),
     Fault("shmsync/engine/source/leaf_check.py", "if held < needed:", "if False:", "unit/source/test_odd_tensors.py"),
     Fault("shmsync/engine/copy/copy_plan.py", "if tensors.overlaps(self._arena.ranges()):", "if False:",
-          "unit/source/test_changed_tensors.py"),
+          "unit/source/test_odd_tensors.py"),
     Fault("shmsync/engine/copy/copy_plan.py", "self.kept = not apart", "self.kept = True",
           "unit/source/test_sources_made_anew.py"),
     Fault("shmsync/engine/copy/converting.py", "assign(target, source)", "pass", "unit/source/test_dtypes.py"),
@@ -145,6 +145,8 @@ def planted(fault: Fault) -> str:
     text = (ROOT / fault.path).read_text()
     if (found := text.count(fault.text)) != 1:
         raise SystemExit(f"{fault.path} has {fault.text!r} {found} times, but once is needed; choose another text")
+    if absent := [name for name in fault.tests.split() if not (ROOT / "tests" / name).is_file()]:
+        raise SystemExit(f"tests/ lacks {', '.join(absent)}, named for a fault in {fault.path}")
     return text.replace(fault.text, fault.instead)
 
 

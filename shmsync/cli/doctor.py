@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -43,7 +42,6 @@ class Finding(NamedTuple):
     cure: str = ""
 
 
-_INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # the inode of the machine's own
 _MIB = 1 << 20
 
 
@@ -161,55 +159,10 @@ def opening(root: Path) -> Finding:
     return Finding("workers", Level.FAILURE, f"a worker cannot open {path}: {reason}{scoped}", cure)
 
 
-def huge_pages(root: Path) -> Finding:
-    """Transparent huge pages for shared memory."""
-    text = _text(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled")
-    chosen = text.partition("[")[2].partition("]")[0] if text else ""
-    if not chosen:
-        return Finding("huge pages", Level.NOTE, "this kernel has none for shared memory")
-    if chosen in ("never", "deny", "advise"):
-        cure = "for weights of gigabytes: echo within_size > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
-        return Finding("huge pages", Level.NOTE, f"shmem_enabled is {chosen}: weights lie in pages of 4 KiB", cure)
-    return Finding("huge pages", Level.OK, f"shmem_enabled is {chosen}")
-
-
-def containers(root: Path) -> Finding:
-    """Is this one, and what has to be shared with others?"""
-    signs = [path for path in ("/.dockerenv", "/run/.containerenv") if (root / path[1:]).exists()]
-    for word in ("docker", "kubepods", "containerd", "libpod", "lxc"):
-        if word in (_text(root / "proc/1/cgroup") or ""):
-            signs.append(f"cgroup {word}")
-    with suppress(OSError):
-        inside = os.stat(root / "proc/self/ns/pid").st_ino != _INITIAL_PID_NAMESPACE
-        signs += ["a pid namespace"] if inside else []
-    if not signs:
-        return Finding("container", Level.OK, "none")
-    cure = "processes of another container need --pid=container:ID --ipc=container:ID, or shareProcessNamespace: true"
-    return Finding("container", Level.NOTE, f"this is one ({', '.join(signs)})", cure)
-
-
-def descriptors(root: Path) -> Finding:
-    """How many files may be open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text = f"{soft} open files for each process"
-    limit = "no" if hard == resource.RLIM_INFINITY else str(hard)
-    if soft != resource.RLIM_INFINITY and soft < 256:
-        cure = f"ulimit -n 4096 (the hard limit is {limit})"
-        return Finding("descriptors", Level.WARNING, f"{text}; torch and many workers need more", cure)
-    return Finding("descriptors", Level.OK, text)
-
-
 def cuda(root: Path) -> Finding:
     """GPUs: can arenas lie on them? Makes nothing on one."""
     if not list((root / "dev").glob("nvidia[0-9]*")) and not (root / "proc/driver/nvidia/version").exists():
         return Finding("cuda", Level.OK, "no NVIDIA device; arenas are CPU memory")
-    where = (_text(root / "proc/sys/kernel/osrelease") or "").lower()
-    if "microsoft" in where:
-        cure = "Publisher(device='cpu') fetches weights from the GPU; a module on a GPU gets a private copy"
-        return Finding("cuda", Level.NOTE, "this is WSL, where GPU memory may not be shared between processes", cure)
-    if (root / "etc/nv_tegra_release").exists():
-        cure = "Publisher(device='cpu')"
-        return Finding("cuda", Level.NOTE, "this is a Tegra, whose memory is not shared between processes", cure)
     from ..memory.cuda import refused  # asks CUDA by way of torch, which takes seconds to import
 
     if (why := refused()) is not None:
@@ -219,7 +172,7 @@ def cuda(root: Path) -> Finding:
 
 
 CHECKS: tuple[Callable[[Path], Finding], ...] = (
-    system, shared_memory, remove_ipc, memory, memfd, opening, huge_pages, containers, descriptors, cuda,
+    system, shared_memory, remove_ipc, memory, memfd, opening, cuda,
 )  # fmt: skip
 
 

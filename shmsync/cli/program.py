@@ -65,7 +65,6 @@ def parser() -> argparse.ArgumentParser:
     add("name", nargs="?", metavar="NAME", help="one arena, with its readers")
     add("--interval", type=_seconds(0.05), default=1.0, metavar="S", help="seconds between two looks (1)")
     add("--count", type=int, default=-1, metavar="N", help="end after so many looks")
-    add("--sort", choices=top.SORTS, help=f"{' or '.join(top.ARENA_SORTS)} of all arenas; else an order of the readers")
 
     add = command("doctor", doctor.run, "what this machine allows, with a cure for what it does not")
     add("--json", action="store_true", help="for programs")

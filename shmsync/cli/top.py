@@ -9,9 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..errors import ProtocolError
 from ..memory.inspection import ArenaSeen, Condition, ReaderSeen, look_at_all
 from ..memory.process import Peers
 from .listing import look_twice, rate
@@ -22,30 +21,11 @@ if TYPE_CHECKING:
 
 Look = list[tuple[ArenaSeen, float | None]]  # arenas, and their versions per second
 
-ARENA_SORTS: dict[str, Callable[[tuple[ArenaSeen, float | None]], Any]] = {
-    "name": lambda each: each[0].name,
-    "rate": lambda each: -(each[1] or 0.0),
-    "lag": lambda each: -most_lag(each[0]),
-    "readers": lambda each: -len(each[0].readers),
-}
-READER_SORTS: dict[str, Callable[[ReaderSeen], Any]] = {
-    "holding": lambda reader: (-reader.lag, -reader.pin_age),
-    "lag": lambda reader: -reader.lag,
-    "worker": lambda reader: (reader.worker is None, reader.worker or 0, reader.pid),
-    "pid": lambda reader: reader.pid,
-    "reads": lambda reader: -reader.reads,
-    "torn": lambda reader: -reader.torn,
-}
-SORTS = sorted({*ARENA_SORTS, *READER_SORTS})
 _COLOURS = {Condition.ALIVE: "green", Condition.DEAD: "red", Condition.UNKNOWN: "magenta"}  # else yellow
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry out the command."""
-    sorts = ARENA_SORTS if arguments.name is None else READER_SORTS
-    if arguments.sort is not None and arguments.sort not in sorts:
-        what = "arenas are" if arguments.name is None else "readers are"
-        raise ProtocolError(f"{what} sorted by {', '.join(sorts)}, not by {arguments.sort}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on the way out rich gives the terminal back
     looks = _looks(arguments)
     found: Look = next(looks)  # raises for a name that there is not
@@ -152,7 +132,7 @@ def _panel(arguments: argparse.Namespace, found: Look) -> RenderableType:
 
     if arguments.name is None:
         table = columns("NAME", "OWNER", "SIZE", "VERSION", "VERS/S", "READERS", "LAG", "AGE")
-        for seen, versions in sorted(found, key=ARENA_SORTS[arguments.sort or "name"]):
+        for seen, versions in found:
             inside = ["-"] * 5
             if seen.readable:
                 inside = [size(seen.bytes), str(seen.version), _rate(versions), str(len(seen.readers))]
@@ -177,8 +157,7 @@ def _panel(arguments: argparse.Namespace, found: Look) -> RenderableType:
         lines.append(Text(f"{_described(late)} is furthest behind: {late.lag}", style="yellow"))
     table = columns("", "WORKER", "PID", "IS", "ACKED", "LAG", "PINNED", "READS", "TORN", "RETRIES")
     blocking = {reader.row for reader in front}
-    order = READER_SORTS[arguments.sort or "holding"]
-    for reader in sorted(seen.readers, key=lambda each: (each.row not in blocking, order(each))):
+    for reader in sorted(seen.readers, key=lambda each: (each.row not in blocking, -each.lag, -each.pin_age)):
         table.add_row(
             Text(">" if reader.row in blocking else " ", style="bold red"),
             "-" if reader.worker is None else str(reader.worker),

@@ -21,7 +21,7 @@ from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
 from ..schemes.devices import DeviceChoice, WorkerDevices
 from ..schemes.strategy import WeightStrategy
 from .batches import Batches
-from .options import LAST_SEED, CollectorOptions, OnLag, WorkerSpec, check
+from .options import LAST_SEED, CollectorOptions, OnLag, WorkerSpec
 from .policy_packing import pack
 from .pool import WorkerPool
 
@@ -134,7 +134,13 @@ class MultiprocessCollector:
             start_timeout=timeout_or_default(start_timeout, START_TIMEOUT, "start_timeout"),
         )
         makers = create_env_fn if isinstance(create_env_fn, Sequence) else [create_env_fn] * options.num_workers
-        check(options, makers)
+        if len(makers) != options.num_workers:
+            raise ValueError(
+                f"create_env_fn has {len(makers)} functions for {options.num_workers} workers; give one for each, or "
+                "one for all"
+            )
+        if on_lag not in ("warn", "drop"):
+            raise ValueError(f'on_lag is "warn" or "drop", not {on_lag!r}')
         options.steps(options.envs_per_worker)  # refuses what does not divide evenly
         if device is None and "device" in getattr(weight_sync_scheme, "sender_takes", ()):
             device = getattr(weight_sync_scheme, "device", None)

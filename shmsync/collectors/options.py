@@ -1,10 +1,9 @@
-"""What a collector and each of its workers is given, and the checks of that."""
+"""What a collector and each of its workers is given."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ..schemes import WeightSyncScheme
 
@@ -54,14 +53,3 @@ class WorkerSpec:
     seed: int
     rows: tuple[int, int] = (0, 0)  # first and end: its rows of a batch, when its environments are counted
     device: str | None = None  # where the policy computes; None: where it is
-
-
-def check(options: CollectorOptions, makers: Sequence[Any]) -> None:
-    """Raise ValueError for arguments that make no sense."""
-    if len(makers) != options.num_workers:
-        raise ValueError(
-            f"create_env_fn has {len(makers)} functions for {options.num_workers} workers; give one for each, or one "
-            "for all"
-        )
-    if options.on_lag not in ("warn", "drop"):
-        raise ValueError(f'on_lag is "warn" or "drop", not {options.on_lag!r}')

@@ -14,7 +14,7 @@ from ..memory.manifest import Key
 from . import spaces
 from .acting import ACTION, Actor, output
 from .buffers import RESULTS, Buffers, Leaves
-from .envs import End, Results, SingleEnvs, VectorEnvs, is_vector, unrolled
+from .envs import End, Results, SingleEnvs, VectorEnvs, is_vector
 from .options import WorkerSpec
 
 
@@ -46,18 +46,16 @@ class Rollout:
         spaces.check_alike(found, spec.index)
         space, action_space = found[0]
         self._to_env = spaces.to_env(action_space)
-        singles = unrolled(envs) if of_vectors else list(envs)
-        self.count = len(singles) if singles is not None else sum(int(env.num_envs) for env in envs)
+        counts = [int(env.num_envs) for env in envs] if of_vectors else [len(envs)]
+        self.count = sum(counts)
         self._new = new = Results.of(spaces.parts(space, self.count))
         self._actor = Actor(policy, new.parts, spec.device)
         self._groups: list[tuple[SingleEnvs | VectorEnvs, slice]] = []
-        if singles is not None:
-            group = SingleEnvs(singles, new, action_space.dtype if of_vectors else None)
-            self._groups.append((group, slice(0, self.count)))
+        if not of_vectors:
+            self._groups.append((SingleEnvs(envs, new), slice(0, self.count)))
         else:
             first = 0
-            for env in envs:
-                count = int(env.num_envs)
+            for env, count in zip(envs, counts, strict=True):
                 self._groups.append((VectorEnvs(env, new.of_rows(first, count)), slice(first, first + count)))
                 first += count
         self._uneven = any(group.uneven for group, _ in self._groups)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import glob
+import logging
 import math
 import os
 import time
@@ -38,6 +39,8 @@ from .leftovers import new_name, sweep_some, taken
 from .process import Peer, close, close_in_children, hold_for_life, me, pid_of
 
 T = TypeVar("T")
+
+_log = logging.getLogger("shmsync")
 
 _LOOK_FOR_NAME = 0.005  # seconds between two looks for an arena that does not exist yet
 _CLOSED = 1  # the state of an arena; native/include/shmsync/layout.hpp
@@ -115,6 +118,7 @@ def create(name: str, size: int, **header: Any) -> Created:
             if dead is not None and (fd := _make(beside)) is not None:
                 created = _created(beside, fd, size, follows=dead.version, **header)
                 if created is not None and replace(beside, name, dead.inode):
+                    _log.info("arena %r: its publisher is dead, and what it left was removed", name)
                     return created
                 if created is not None:
                     withdraw(beside, created.inode)

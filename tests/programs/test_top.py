@@ -65,7 +65,7 @@ def test_who_blocks_the_publisher_stands_in_front(start, name):
     holder.call(enter)
     trainer.start(begin_update, 2)  # it waits for the section
     until(lambda: state(trainer.pid) == "S")
-    with Terminal("top", name, "--sort", "worker", "--interval", "0.05", columns=100, lines=14) as terminal:
+    with Terminal("top", name, "--interval", "0.05", columns=100, lines=14) as terminal:
         frame = terminal.until(lambda text: f"worker 7 (pid {holder.pid}) blocks the publisher" in text)
         rows = [line for line in frame if re.match(r"[> ] +[07] ", line)]
         assert rows[0].startswith(">") and rows[0].split()[1] == "7"

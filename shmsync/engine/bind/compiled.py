@@ -22,48 +22,43 @@ from ..read.reading import ReadPath
 F = TypeVar("F", bound=Callable[..., Any])
 
 _lock = threading.RLock()
-_waiting: list[Callable[[], object]] = []
+_skipped: list[Callable[..., Any]] = []  # what register() tells Dynamo of
+_disabled: list[tuple[type, str]] = []
 _registered = False
 
 
 def register() -> None:
-    """Tell Dynamo, which has been imported. Does nothing the second time."""
+    """Tell Dynamo, which has been imported, what is new since the last call."""
     global _registered
+    from torch._dynamo.decorators import skip as skip_frame
+
     with _lock:
-        while _waiting:
-            _waiting.pop()()
+        while _skipped:
+            # torch.compiler.disable(recursive=False) is this plus a frame around each call.
+            skip_frame(_skipped.pop())
+        while _disabled:
+            owner, name = _disabled.pop()
+            setattr(owner, name, torch.compiler.disable(vars(owner)[name]))
+        if not _registered:
+            torch.compiler.assume_constant_result(_covered)
+            substitute: Any = torch.compiler.substitute_in_graph(_native.Guard.__call__, skip_signature_check=True)
+            substitute(_in_compiled_code)
         _registered = True
-
-
-def when_registered(call: Callable[[], object]) -> None:
-    """Make this call in register(), or at once after it."""
-    with _lock:
-        _waiting.append(call)
-        if _registered:
-            register()
 
 
 def skip(function: F) -> F:
     """Dynamo compiles what this function calls, not its own frame. A decorator."""
-
-    def skip_frame() -> None:
-        # torch.compiler.disable(recursive=False) is this plus a frame around each call.
-        from torch._dynamo.decorators import skip
-
-        skip(function)
-
-    when_registered(skip_frame)
+    _skipped.append(function)
+    if _registered:
+        register()
     return function
 
 
 def disable(owner: type, *names: str) -> None:
     """Dynamo compiles neither these methods of a class nor what they call."""
-
-    def replace() -> None:
-        for name in names:
-            setattr(owner, name, torch.compiler.disable(vars(owner)[name]))
-
-    when_registered(replace)
+    _disabled.extend((owner, name) for name in names)
+    if _registered:
+        register()
 
 
 covers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # of guards, by their `number`
@@ -112,13 +107,6 @@ def _covered(number: int) -> bool:
     return cover is not None and code in cover.codes.get(id(cover.running), ())
 
 
-def _register_guards() -> None:
-    torch.compiler.assume_constant_result(_covered)
-    substitute: Any = torch.compiler.substitute_in_graph(_native.Guard.__call__, skip_signature_check=True)
-    substitute(_in_compiled_code)
-
-
-when_registered(_register_guards)
 disable(ReadPath, "_reads_end", "_enter_slow", "_checked_timeout", "_refresh_slow", "_look_for_successor")
 for function in (ReadPath.run, ReadPath.private, *outputs.FRAMES):
     skip(function)
@@ -126,5 +114,10 @@ for function in (ReadPath.run, ReadPath.private, *outputs.FRAMES):
 _compiles: Callable[[], object] | None = None
 with suppress(ImportError):  # this torch does not say
     from torch._C._dynamo.eval_frame import get_eval_frame_callback as _compiles
+with suppress(ImportError):  # in a torch without it, the first call of a guard breaks the graph
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    # The first guard may run below code that Dynamo compiles, and then register() does.
+    set_code_exec_strategy(register.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 _native.when_compiling(register, _compiles)

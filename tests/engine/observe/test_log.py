@@ -44,3 +44,10 @@ def test_what_a_dead_publisher_left(open_trainer, log, name):
     open_trainer().kill()
     assert leftovers.sweep(name) == 1  # its last version
     assert log("INFO", f"arena '{name}'", "was removed")
+
+
+def test_a_publisher_that_takes_a_dead_ones_name(open_trainer, log, name):
+    open_trainer().kill()
+    with shmsync.Publisher(stamped(1), name=name) as pub:
+        assert pub.version == 2
+    assert log("INFO", f"arena '{name}'", "was removed")

@@ -1,6 +1,7 @@
 """shmsync.metrics: the figures of a publisher in Prometheus' text format, in one dict, and in the dashboard."""
 
-import re
+import gc
+import weakref
 
 import pytest
 
@@ -60,6 +61,17 @@ def test_every_figure_is_that_of_the_publisher(start, registry):
     assert scraped(registry) == {}
 
 
+def test_a_registry_does_not_keep_a_publisher(registry):
+    pub = shmsync.Publisher(stamped(1))
+    metrics.prometheus(pub, registry)
+    gone = weakref.ref(pub)
+    with pytest.warns(ResourceWarning):  # noqa: PT031
+        del pub
+        gc.collect()
+    assert gone() is None
+    assert scraped(registry) == {}
+
+
 def test_a_new_publisher_takes_the_place_of_a_closed_one(registry, name):
     for version in (1, 2):
         with shmsync.Publisher(stamped(1), name=name) as pub:
@@ -69,20 +81,3 @@ def test_a_new_publisher_takes_the_place_of_a_closed_one(registry, name):
             assert of(scraped(registry), "shmsync_version", arena=name) == version
     with pytest.raises(shmsync.ClosedError):
         metrics.prometheus(pub, registry)
-
-
-def test_one_dict_for_tensorboard_and_others(attached):
-    with shmsync.Publisher(stamped(1), slots=2) as pub:
-        worker = attached(pub, worker=0)
-        worker.call(refresh)
-        worker.call(enter)
-        pub.publish(stamped(2))
-        found = metrics.values(pub)
-        assert (found["shmsync/version"], found["shmsync/readers.live"], found["shmsync/readers.max_lag"]) == (2, 1, 1)
-        assert found["shmsync/readers.max_pin_age"] > 0
-        assert found["shmsync/publish.count"] == 2
-        assert all(isinstance(value, (int, float)) for value in found.values())
-        names = metrics.values(pub, prefix="shmsync.")
-        assert all(re.fullmatch(r"[a-z][a-z0-9_.]*", each) for each in names)
-    with pytest.raises(shmsync.ClosedError):
-        metrics.values(pub)

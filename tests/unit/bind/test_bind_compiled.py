@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch import nn
 
@@ -45,6 +46,40 @@ with shmsync.Publisher(module) as pub, shmsync.Subscriber(pub.handle) as sub, to
 """
 
 
-def test_dynamo_may_be_imported_after_the_handles_were_made():
-    done = subprocess.run([sys.executable, "-c", BEFORE_DYNAMO], capture_output=True, text=True, cwd="/")
+# The first call of a guard is below compiled code, and must not break its graph.
+WHOLE_GRAPH = """
+import torch, shmsync
+module, worker = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+with shmsync.Publisher(module) as pub, shmsync.Subscriber(pub.handle) as sub, torch.no_grad():
+    sub.bind(worker)
+    compiled = torch.compile(worker, backend="eager", fullgraph=True)
+    x = torch.ones(1, 2)
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x), module(x))
+        module.weight.add_(1)
+        pub.publish()
+"""
+DERIVED = """
+import torch, shmsync
+
+class Counting(shmsync.Publisher):
+    calls = 0
+
+    def publish(self, *args, **kwargs):
+        self.calls += 1
+        return super().publish(*args, **kwargs)
+
+with Counting(torch.nn.Linear(2, 2)) as pub:
+    import torch._dynamo
+    assert (pub.publish(), pub.publish(), pub.calls) == (2, 3, 2)
+"""
+
+
+HAS_STRATEGIES = hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy")
+SCRIPTS = [BEFORE_DYNAMO, *([WHOLE_GRAPH] if HAS_STRATEGIES else []), DERIVED]  # the oldest torch breaks the graph once
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_dynamo_may_be_imported_after_the_handles_were_made(script):
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stderr

@@ -160,3 +160,16 @@ def test_weights_are_not_applied_to_what_cannot_be_written(publisher, subscriber
         with pytest.raises(shmsync.ManifestMismatch, match=said):
             WeightStrategy().apply_weights(into, {"first": torch.ones(2), "t": torch.ones(4)})
         assert into["first"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [None, {"*": torch.float64}], ids=["as bytes", "cast"])
+def test_a_source_that_moves_into_the_slab_is_refused(publisher, dtype):
+    source = nn.Module()
+    source.t = nn.Parameter(torch.ones(64))
+    pub = publisher(source, slots=2, dtype=dtype)
+    for _ in range(2):
+        pub.publish(source)
+    source.t.data = pub.weights["t"].view(torch.float32)[:64]
+    for _ in range(2):
+        with pytest.raises(shmsync.ManifestMismatch, match="inside arena"):
+            pub.publish(source)
