@@ -45,7 +45,8 @@ class Receiver:
         self._lock, self._clock = _native.ModelLock(), VersionClock()
         self._point: SafePoint | None = None
         self._server_lock: AbstractContextManager[Any] = nullcontext()
-        self._hears: Callable[[Any], object] | None = None  # is told of each version: a cascade, or a server
+        self._hears: Callable[[Any], object] | None = None  # is told of new weights: a cascade, or a server
+        self._hears_each = False  # a server: once for each version, those included that this worker never used
         self._counted = 1  # the version that arenas start with; each later one is an update
         self._stop = threading.Event()
         self._mailbox = Mailbox(f"{address}.{worker}", peer=address)
@@ -129,7 +130,7 @@ class Receiver:
         elif not isinstance(context, BaseCollector) and hasattr(context, "update_policy_weights_"):
             # It has this lock from a forward until it has stamped the output.
             self._server_lock = getattr(context, "_model_lock", nullcontext())
-            self._hears = update
+            self._hears, self._hears_each = update, True
         elif model_id == "policy":
             self._clock.follow(context)
 
@@ -192,7 +193,8 @@ class Receiver:
             try:
                 self._set_states()
                 if self._hears is not None:
-                    self._hears(self._reader.weights)
+                    for _ in range(updates if self._hears_each else 1):
+                        self._hears(self._reader.weights)
             finally:
                 self._clock.moved(updates)
         except Exception as error:  # for the trainer, which gets it before the ack, not for the caller of the policy
