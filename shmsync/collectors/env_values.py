@@ -38,6 +38,9 @@ def cast(array: NDArray[Any], dtype: np.dtype[Any], what: str) -> NDArray[Any]:
         with np.errstate(over="ignore"):
             made = array.astype(dtype)
         kept = np.isinf(made) == np.isinf(array)
+    elif dtype.kind in "iu" and array.dtype.kind in "iu":
+        made = array.astype(dtype)
+        kept = (made.astype(array.dtype) == array) & ((made < 0) == (array < 0))  # the same bits, and the same sign
     else:
         with np.errstate(invalid="ignore"):
             made = array.astype(dtype)
@@ -54,11 +57,15 @@ def cast(array: NDArray[Any], dtype: np.dtype[Any], what: str) -> NDArray[Any]:
 
 def number(value: Any, what: str) -> float:
     """A reward. Raises DataMismatch where it is not one number, or too large for float32."""
+    if isinstance(value, float) and -LARGEST_FLOAT32 <= value <= LARGEST_FLOAT32:
+        return float(value)
     return float(numbers(_as_array(value, what).reshape(-1), 1, what)[0])
 
 
 def flag(value: Any, what: str) -> bool:
     """True or False. Raises DataMismatch for anything that is not one of them."""
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
     return bool(flags(_as_array(value, what).reshape(-1), 1, what)[0])
 
 

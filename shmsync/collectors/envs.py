@@ -58,13 +58,17 @@ class Results(NamedTuple):
 
 
 class SingleEnvs:
-    """Environments that are stepped one by one."""
+    """Environments that are stepped one by one.
+
+    `action_dtype`: of elements of an array, where they expect these; None: actions are passed as they come.
+    """
 
     uneven = False
 
-    def __init__(self, envs: Sequence[Any], results: Results) -> None:
+    def __init__(self, envs: Sequence[Any], results: Results, action_dtype: Any = None) -> None:
         self._envs = envs
         self._results = results
+        self._action_dtype = action_dtype
 
     def reset(self, seed: int | None = None) -> None:
         """Start a new episode in every environment."""
@@ -78,7 +82,7 @@ class SingleEnvs:
 
     def begin(self, actions: Any) -> None:
         """These actions are for finish()."""
-        self._actions = actions
+        self._actions = actions if self._action_dtype is None else np.asarray(actions, self._action_dtype)
 
     def finish(self) -> None:
         """Let each of them step, and reset those whose episodes end."""
@@ -173,6 +177,18 @@ def is_vector(env: Any) -> bool:
     """Has it the interface of gymnasium.vector.VectorEnv?"""
     names = ("num_envs", "single_observation_space", "single_action_space")
     return isinstance(env, vector.VectorEnv) or all(hasattr(env, name) for name in names)
+
+
+def unrolled(envs: Sequence[Any]) -> list[Any] | None:
+    """The environments of these SyncVectorEnvs; None if one of them may do more in a step than to step them.
+
+    That is each other class, a derived one too, and an object whose step() or reset() was replaced. A worker steps
+    these environments itself: a SyncVectorEnv puts their results together three times before a batch gets them, which
+    takes longer than to step four CartPoles.
+    """
+    if any(type(env) is not vector.SyncVectorEnv or vars(env).keys() & {"step", "reset"} for env in envs):
+        return None
+    return [each for env in envs for each in env.envs]
 
 
 _RETURNED = {

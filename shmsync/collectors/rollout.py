@@ -14,7 +14,7 @@ from ..memory.manifest import Key
 from . import spaces
 from .acting import ACTION, Actor, output
 from .buffers import RESULTS, Buffers, Leaves
-from .envs import End, Results, SingleEnvs, VectorEnvs, is_vector
+from .envs import End, Results, SingleEnvs, VectorEnvs, is_vector, unrolled
 from .options import WorkerSpec
 
 
@@ -46,16 +46,18 @@ class Rollout:
         spaces.check_alike(found, spec.index)
         space, action_space = found[0]
         self._to_env = spaces.to_env(action_space)
-        counts = [int(env.num_envs) for env in envs] if of_vectors else [len(envs)]
-        self.count = sum(counts)
+        singles = unrolled(envs) if of_vectors else list(envs)
+        self.count = len(singles) if singles is not None else sum(int(env.num_envs) for env in envs)
         self._new = new = Results.of(spaces.parts(space, self.count))
         self._actor = Actor(policy, new.parts, spec.device)
         self._groups: list[tuple[SingleEnvs | VectorEnvs, slice]] = []
-        if not of_vectors:
-            self._groups.append((SingleEnvs(envs, new), slice(0, self.count)))
+        if singles is not None:
+            group = SingleEnvs(singles, new, action_space.dtype if of_vectors else None)
+            self._groups.append((group, slice(0, self.count)))
         else:
             first = 0
-            for env, count in zip(envs, counts, strict=True):
+            for env in envs:
+                count = int(env.num_envs)
                 self._groups.append((VectorEnvs(env, new.of_rows(first, count)), slice(first, first + count)))
                 first += count
         self._uneven = any(group.uneven for group, _ in self._groups)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import gymnasium
 import numpy as np
 import torch
@@ -9,7 +11,7 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorWrapper
 from torch import nn
 
-from support.environments.basic import Constant
+from support.environments.basic import Constant, Counting
 
 KINDS = {"sync": SyncVectorEnv, "async": AsyncVectorEnv}
 
@@ -108,3 +110,24 @@ class Halves(Constant):
 
     def forward(self, observation):
         return (self.action + 0.5).expand(len(observation), 2)
+
+
+class Called(Counting):
+    """Its reward is 1 where its step was called by a vector environment."""
+
+    def step(self, action):
+        observation, _, *rest = super().step(action)
+        by_vector = sys._getframe(1).f_code.co_filename.endswith("vector_env.py")
+        return observation, float(by_vector), *rest
+
+
+class Derived(SyncVectorEnv):
+    """Halves its rewards, so its own step has to be called."""
+
+    def step(self, actions):
+        observation, reward, *rest = super().step(actions)
+        return observation, reward / 2, *rest
+
+
+def derived():
+    return Derived([Called] * 4)
