@@ -359,7 +359,7 @@ class Workers:
     def _log_failure(self, rank: int, member: Process, then: str = "") -> None:
         trace = "" if member.failure is None else f":\n{member.failure.trace}"
         verb = "died" if member.failure is None else "failed"
-        _log.warning("worker %d %s (%s)%s%s", rank, verb, member.peer, then, trace)
+        _log.warning("worker %d %s (%s)%s%s", rank, verb, member.how, then, trace)
 
     def _raise(self, rank: int, member: Process, version: int | None = None) -> None:
         member.reported = True
@@ -367,7 +367,7 @@ class Workers:
             cause = member.failure.exception()
             cause.__cause__ = RemoteTraceback(member.failure.trace)
             raise WorkerFailed(
-                f"worker {rank} ({member.peer}) raised {member.failure.summary.rstrip('.')}. Its traceback is above. "
+                f"worker {rank} ({member.how}) raised {member.failure.summary.rstrip('.')}. Its traceback is above. "
                 f"Inside the `with` the others go on, and workers.restart({rank}) starts another one",
                 version=version,
                 missing=[rank],
@@ -378,7 +378,7 @@ class Workers:
         elif not member.attached:
             hint = " before it was attached; its own output may have the reason"
         raise WorkerDied(
-            f"worker {rank} died ({member.peer}){hint}. Start another one with workers.restart({rank}), or pass "
+            f"worker {rank} died ({member.how}){hint}. Start another one with workers.restart({rank}), or pass "
             "restart= for that",
             version=version,
             missing=[rank],

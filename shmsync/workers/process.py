@@ -10,6 +10,7 @@ import select
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 from ..engine.outcome import Failure
@@ -20,6 +21,7 @@ from .worker_process import ATTACHED, BEGAN, FAILED, Start, run
 
 EXIT_CODE = 1.0  # seconds; a fork server reports an exit code a moment after the death
 _TERMINATED = 2.0  # seconds from SIGTERM to SIGKILL, at the exit of the trainer
+_COUNTERS = Path("/proc/vmstat")  # of the machine; kills at the limit of a cgroup count there too
 
 
 class Process:
@@ -53,6 +55,7 @@ class Process:
         self.failure: Failure | None = None
         self.received: list[tuple[str, Any]] = []
         self.over = self.began = self.attached = self.reported = False
+        self._memory_kills = memory_kills()
         self.connection, theirs = context.Pipe()
         self.pipe = Pipe.of(self.connection)
         packed = args if context.get_start_method() == "fork" else Packed(args)
@@ -85,6 +88,14 @@ class Process:
             return False
         self.process.join(EXIT_CODE)
         return self.process.exitcode != 0 or not self.attached
+
+    @property
+    def how(self) -> str:
+        """Its pid and how it ended, for an error."""
+        words = str(self.peer)
+        if self.process.exitcode == -9 and memory_kills() > self._memory_kills:
+            words += ", possibly out of memory: the kernel has killed a process for that since this one was started"
+        return words
 
     def send(self, message: bytes) -> None:
         """Send it a message, as far as the pipe takes it. Does nothing for a dead process."""
@@ -183,3 +194,15 @@ class _Arrived:
     def load(self) -> tuple[Any, ...]:
         args: tuple[Any, ...] = ForkingPickler.loads(self._pickled)
         return args
+
+
+def memory_kills(counters: Path = _COUNTERS) -> int:
+    """How many processes the kernel has killed for lack of memory so far, as far as this process may know.
+
+    It only grows, and says how often, not whom.
+    """
+    try:
+        found = dict(line.split() for line in counters.read_text().splitlines())
+        return int(found.get("oom_kill", 0))
+    except (OSError, ValueError):
+        return 0
