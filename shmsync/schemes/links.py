@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..engine.outcome import Failure, Outcome, Wording
+from ..engine.outcome import Failure, Outcome, Wording, listed
 from ..errors import WriterDied
 from ..memory.process import Peer, dead_parent, poll
 from ..workers.pipe import Pipe, milliseconds
@@ -41,6 +41,7 @@ class Link:
         registered: by model: the arena that the worker was told of last.
         reported: WorkerDied has named it, so that sends leave it out.
         owner: the owner word of its process, once an answer has named it.
+        answered: it has answered a message at some time.
     """
 
     def __init__(self, pipe: Pipe) -> None:
@@ -50,6 +51,7 @@ class Link:
         self.highest: dict[str, int] = {}
         self.registered: dict[str, Any] = {}
         self.reported = False
+        self.answered = False
         self.owner = 0
         self._peer: Peer | None = None
         self._process: Any = None
@@ -69,7 +71,7 @@ class Link:
         link: Link = pipe.end
         link.reported = False
         if process is not None:
-            link._peer, link._process, link.registered, link.owner = None, process, {}, 0
+            link._peer, link._process, link.registered, link.owner, link.answered = None, process, {}, 0, False
         return link
 
     @property
@@ -137,6 +139,7 @@ class Link:
             self.pipe.pending.append(message)
             return
         tag, word, result, owner = answer
+        self.answered = True
         if owner and owner != self.owner:
             self.owner = owner
             if (peer := self.peer) is None:
@@ -218,6 +221,7 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Tag], deadline: float) 
         for index in waiting:
             links[index].forget(tags[index])
     outcome.add_late({index: link.peer for index, link in waiting.items()})
+    outcome.notes += [f"{listed([i])} never answered: is it still starting?" for i in waiting if not links[i].answered]
     return outcome
 
 
