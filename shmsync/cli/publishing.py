@@ -30,13 +30,20 @@ class Unusable(Exception):
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry out the command."""
-    path = Path(arguments.file)
     # They end the waits below and nothing else, so none of them ends the process between two steps.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        return _run(arguments, Path(arguments.file))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _run(arguments: argparse.Namespace, path: Path) -> int:
     try:
         loaded = _stamp(path)
         weights = load(path)
         if signal.sigpending() & _ENDING:
+            signal.sigwait(_ENDING)
             return 0
         pub = Publisher(weights, name=arguments.name, slots=arguments.slots)
     except (Unusable, ValueError, TypeError) as error:  # a ManifestMismatch is a ValueError

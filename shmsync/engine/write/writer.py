@@ -347,7 +347,7 @@ class Writer:
                 cure = "without an argument: it takes the adopted module as it is now"
             raise Poisoned(
                 f"update() to version {self.next_version} of arena {self.name!r} failed half way, so this would leave "
-                f"torn weights; call publish(), or the send() of a scheme, first: {cure}",
+                f"torn weights; call publish() first, {cure}",
                 version=self.next_version,
             )
 
