@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -20,8 +21,12 @@ ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
 
 
 def take_the_terminal():
-    """In the new process, which leads a session: make its stdin the terminal of that session, so that Ctrl-C works."""
+    """In the new process, which leads a session: make its stdin the terminal of that session, so that Ctrl-C works.
+
+    A test run in the background of a shell ignores SIGINT, and would hand that down.
+    """
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Terminal:
