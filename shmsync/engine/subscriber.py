@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -49,11 +46,12 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         worker: an index by which the publisher names this subscriber.
         timeout: default for this subscriber's waits, in seconds; math.inf waits without limit, None is 10.
         follow: if the publisher was closed or died, and another one publishes the same leaves under the same name, move
-            to its arena: at the next section (noticed within 50 ms), refresh() or wait_version(). Versions start from 1
-            again there, and `session` is another one. An arena with other leaves is ManifestMismatch in refresh() and
-            wait_version(); sections warn, and keep reading the old weights. By name, the arena of a publisher that has
-            died or is just closing is passed over: the next one is waited for. Weights that a death has left half
-            written are never shown: a section waits for the next publisher, until its deadline.
+            to its arena: at the next section (noticed within 50 ms), refresh() or wait_version(). Version numbers go on
+            there if the other one died, and start from 1 again if it was closed; `session` is another one. An arena
+            with other leaves is ManifestMismatch in refresh() and wait_version(); sections warn, and keep reading the
+            old weights. By name, the arena of a publisher that has died or is just closing is passed over: the next one
+            is waited for. Weights that a death has left half written are never shown: a section waits for the next
+            publisher, until its deadline.
 
     Raises:
         ArenaNotFound: no arena of this name after `timeout` seconds, or the arena of the handle has ended.
@@ -91,8 +89,6 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
             reader.close()
             raise
         reader.forget_used_version()  # this thread may leave the weights to others, and look on
-        if "tensordict" not in sys.modules:
-            vars(self)["read"] = partial(_first_read, weakref.ref(self))  # in the place of the native method
 
     @property
     def name(self) -> str:
@@ -275,8 +271,8 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
             ProtocolError: the result is a generator or a coroutine, or holds one.
             ShmSyncError: as in read().
         """
-        if "read" in vars(self):
-            self._import_tensordict()
+        if "read" in vars(Subscriber):
+            _import_tensordict()
         result, version = self._reader.run(self._reader.private, fn, args, kwargs)
         return (result, version) if with_version else result
 
@@ -323,15 +319,6 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         digests, version = reader.run(taken)
         return version, digests
 
-    def _import_tensordict(self) -> None:
-        """Before the first section of read() or run(): it may be for the weights, and the import takes over 1 s.
-
-        Inside the section a publisher with one slot would wait for that. A worker that only calls its bound module
-        never comes here, and TensorDicts take 130 MB.
-        """
-        vars(self).pop("read", None)
-        import_module("tensordict")
-
     def _copied(self) -> tuple[dict[Key, torch.Tensor], int]:
         """The leaves of one version in new memory, and that version."""
         reader = self._reader
@@ -374,14 +361,24 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         raise TypeError("a Subscriber cannot be pickled; pass the Publisher's handle and attach in the other process")
 
 
-def _first_read(subscriber: weakref.ref[Subscriber], **options: Any) -> _native.ReadSection:
-    """Subscriber.read(), the first time."""
-    sub = subscriber()
-    assert sub is not None, "it is being called"
-    sub._import_tensordict()
+def _import_tensordict() -> None:
+    """Before the first section of read() or run(): it may be for the weights, and the import takes over 1 s.
+
+    Inside the section a publisher with one slot would wait for that. A worker that only calls its bound module never
+    comes here, and TensorDicts take 130 MB.
+    """
+    import_module("tensordict")
+    with suppress(AttributeError):  # another thread was quicker
+        del Subscriber.read  # of this class; the native one is below it
+
+
+def _first_read(sub: _native.ReadMethods, **options: Any) -> _native.ReadSection:
+    """Subscriber.read(), the first time in this process."""
+    _import_tensordict()
     return sub.read(**options)
 
 
+Subscriber.read = _first_read  # type: ignore[method-assign, assignment]
 skip(Subscriber.run)  # Dynamo compiles what it calls, not this frame
 
 

@@ -92,12 +92,15 @@ READER = """
 import sys, torch
 from shmsync import Publisher, Subscriber
 
-with Publisher({"w": torch.ones(3)}) as pub, Subscriber(pub.handle) as sub, Subscriber(pub.handle) as other:
+pub = Publisher({"w": torch.ones(3)})
+with pub, Subscriber(pub.handle) as sub, Subscriber(pub.handle) as other:
     sub.bind(torch.nn.ParameterDict({"w": torch.zeros(3)}), guard=False)
     assert "tensordict" not in sys.modules
     with sub.read() as section:
         assert "tensordict" in sys.modules and section.weights["w"].sum() == 3
     with other.read(version=1) as section:
+        assert section.weights["w"].sum() == 3
+    with Subscriber(pub.handle).read() as section:
         assert section.weights["w"].sum() == 3
 """
 
