@@ -6,6 +6,7 @@ its storage has no address, or too few bytes. Reading it by address would end th
 
 from __future__ import annotations
 
+import dataclasses
 import reprlib
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -154,12 +155,22 @@ def _hanging(value: torch.Tensor) -> str | None:
     """What hangs on a parameter of whole numbers, as the scale of quantised weights does, decides what they mean."""
     if isinstance(value, nn.Parameter) and not (value.dtype.is_floating_point or value.dtype.is_complex):
         for name, each in vars(value).items():
-            if isinstance(each, torch.Tensor):
+            if _holds_tensor(each):
                 return (
                     f"has {value.dtype} values and the tensor {name!r} as an attribute, which would not be published "
                     "with them; make that one a parameter or a buffer of the module"
                 )
     return None
+
+
+def _holds_tensor(value: Any) -> bool:
+    """Is it a tensor, or a list, tuple, dict or dataclass that has one?"""
+    if isinstance(value, torch.Tensor):
+        return True
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = vars(value) if hasattr(value, "__dict__") else ()
+    within = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return any(map(_holds_tensor, within))
 
 
 def extent(tensor: torch.Tensor) -> int:

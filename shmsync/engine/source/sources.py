@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import translate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -20,7 +21,7 @@ from ...errors import ManifestMismatch
 from ...memory import devices
 from ...memory.arrays import as_tensor
 from ...memory.devices import Device
-from ...memory.manifest import Key, Manifest
+from ...memory.manifest import Key, Manifest, tie
 from .dtypes import Dtypes, cast_leaves, kept_leaves
 from .leaf_check import check_depth, is_tensordict, problem_with, problem_with_key, shown
 from .wrappers import bare, walk
@@ -211,7 +212,23 @@ def manifest_of(weights: Weights, filter: Filter, dtype: Dtypes) -> tuple[dict[K
         raise ManifestMismatch("these weights cannot be published: " + "; ".join(problems))
     dtypes = cast_leaves(tensors, dtype, kept_leaves(weights, everything) if isinstance(dtype, torch.dtype) else ())
     unsaved = not_saved(weights) if isinstance(weights, nn.Module) else ()
+    if type(weights) is dict:  # a state_dict() is an OrderedDict, and its ties are meant
+        _warn_of_ties(weights)
     return tensors, Manifest.of(tensors, dtypes=dtypes, filtered=filter.filters, unsaved=unsaved)
+
+
+def _warn_of_ties(weights: Mapping[str, Any]) -> None:
+    """Warn once if a mapping has one tensor under two names: they stay one, which may be a mistake."""
+    first: dict[object, str] = {}
+    for name, value in weights.items():
+        place = tie(value) if isinstance(value, torch.Tensor) else None
+        if place is not None and (other := first.setdefault(place, name)) is not name:
+            warnings.warn(
+                f"{other!r} and {name!r} are one tensor, and stay one: what is published for one of them is the "
+                "other's too. If that is no tie, pass a clone() of one",
+                stacklevel=2,
+            )
+            return
 
 
 def place_of(tensors: Mapping[Key, Any], device: torch.device | str | None) -> tuple[Device | None, bool]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -108,11 +110,16 @@ def test_include_and_exclude_choose_leaves_by_dotted_key(publisher, subscriber):
     assert torch.equal(other[1].weight, private)
 
 
-def quantised():
+@dataclass
+class Meaning:
+    scales: dict[str, torch.Tensor]
+
+
+def quantised(value):
     """As some libraries make it: what the numbers mean hangs on the parameter."""
     module = nn.Module()
     module.codes = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
-    module.codes.scale = torch.tensor(1.0)
+    module.codes.scale = value
     return module
 
 
@@ -124,13 +131,21 @@ def quantised():
         ({"a": 2**63}, "a is a int, not a tensor"),
         ({}, "no tensor to publish"),
         (nn.LazyLinear(3), "not initialised"),
-        (quantised(), "codes has torch.int8 values and the tensor 'scale' as an attribute"),
+        (quantised(torch.tensor(1.0)), "codes has torch.int8 values and the tensor 'scale' as an attribute"),
+        (quantised(Meaning({"row": torch.tensor(1.0)})), "codes has torch.int8 values and the tensor 'scale'"),
     ],
-    ids=["tree", "type", "large", "nothing", "lazy", "quantised"],
+    ids=["tree", "type", "large", "nothing", "lazy", "quantised", "dataclass"],
 )
 def test_what_cannot_be_published_is_refused_with_the_reason(weights, said):
     with pytest.raises(shmsync.ManifestMismatch, match=said):
         shmsync.Publisher(weights)
+
+
+def test_one_tensor_under_two_names_of_a_mapping_is_one_warning():
+    shared = torch.ones(2)
+    with pytest.warns(UserWarning, match=r"'a' and 'b' are one tensor, and stay one") as warned:
+        shmsync.Publisher({"a": shared, "b": shared, "c": shared, "d": torch.ones(2)}).close()
+    assert len(warned) == 1
 
 
 def test_other_objects_are_a_type_error():
