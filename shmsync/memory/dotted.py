@@ -41,8 +41,11 @@ class DottedTensorDict(TensorDict):
         return super().__getitem__(self._own(index))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """As a TensorDict's; also of a dotted key."""
-        super().__setitem__(self._own(index), value)
+        """As a TensorDict's; also of a dotted key. `weights[key] += 1` is allowed where the weights are locked."""
+        key = self._own(index)
+        if isinstance(value, torch.Tensor) and type(key) in (str, tuple) and super().get(key, None) is value:
+            return  # += has written in place
+        super().__setitem__(key, value)
 
     def get(self, key: Any, *args: Any, **kwargs: Any) -> Any:
         """As a TensorDict's; also of a dotted key."""

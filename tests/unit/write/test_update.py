@@ -19,6 +19,14 @@ def test_replacing_a_key_in_update_is_refused_rather_than_lost(publisher):
     assert pub.version == 1
 
 
+def test_augmented_assignment_writes_in_place(publisher):
+    pub = publisher({"a.b": torch.ones(2), "n": torch.zeros(())})
+    with pub.update() as weights:
+        weights["a.b"] *= 3
+        weights["n"] += 1
+    assert {key: value.tolist() for key, value in pub.state_dict().items()} == {"a.b": [3.0, 3.0], "n": 1.0}
+
+
 def test_publishing_a_poisoned_arena_into_itself_repairs_nothing(publisher):
     pub = publisher({"w": torch.zeros(3)})
     fail_half_way(pub, "w")
