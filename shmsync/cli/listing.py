@@ -69,7 +69,9 @@ def run_list(arguments: argparse.Namespace) -> int:
         inside = ["-"] * 5
         if seen.readable:
             inside = [size(seen.bytes), str(len(seen.slots)), str(seen.version)]
-            inside += [per_second(versions, arguments.interval), str(len(seen.readers))]
+            stopped = sum(reader.condition is Condition.STOPPED for reader in seen.readers)
+            readers = f"{len(seen.readers)} ({stopped} stopped)" if stopped else str(len(seen.readers))
+            inside += [per_second(versions, arguments.interval), readers]
         pid = "-" if seen.pid is None else str(seen.pid)
         rows.append([seen.name, seen.owner.value, pid, *inside, duration(seen.age)])
     table(_HEAD, rows, right=range(2, len(_HEAD)))

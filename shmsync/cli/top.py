@@ -126,18 +126,19 @@ def _panel(arguments: argparse.Namespace, found: Look) -> RenderableType:
     def columns(*names: str) -> Table:
         made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
         for name in names:
-            left = name in ("NAME", "OWNER", "IS")
+            left = name in ("NAME", "OWNER", "IS", "BLOCKED BY")
             made.add_column(name, justify="left" if left else "right", no_wrap=True)
         return made
 
     if arguments.name is None:
-        table = columns("NAME", "OWNER", "SIZE", "VERSION", "VERS/S", "READERS", "LAG", "AGE")
+        table = columns("NAME", "OWNER", "SIZE", "VERSION", "VERS/S", "READERS", "LAG", "AGE", "BLOCKED BY")
         for seen, versions in found:
             inside = ["-"] * 5
             if seen.readable:
                 inside = [size(seen.bytes), str(seen.version), _rate(versions), str(len(seen.readers))]
                 inside.append(str(most_lag(seen)))
-            table.add_row(Text(seen.name), condition(seen.owner), *inside, duration(seen.age))
+            by = Text("; ".join(map(_described, holders(seen)[:1])), style="bold red")
+            table.add_row(Text(seen.name), condition(seen.owner), *inside, duration(seen.age), by)
         return Group(Text(f"shmsync top: {len(found)} arena{'s' * (len(found) != 1)}"), table)
     if not found:
         return Text("")

@@ -7,6 +7,7 @@ or be dead. What cannot be found out is said to be unknown, never to be dead or 
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -114,12 +115,14 @@ def manifest_of(name: str) -> Manifest:
 
 
 def command_of(pid: int) -> str:
-    """The command line of a process; "" when it has none, or it may not be seen."""
+    """The command line of a process, unless it is multiprocessing's; "" when it has none, or it may not be seen."""
     try:
         text = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return ""
-    return " ".join(part for part in text.decode("utf-8", "backslashreplace").split("\0") if part)
+    found = " ".join(part for part in text.decode("utf-8", "backslashreplace").split("\0") if part)
+    child = re.search(r"from multiprocessing\.(forkserver|spawn) import", found)
+    return f"a {child[1]} process of multiprocessing" if child else found
 
 
 def ties(manifest: Manifest) -> dict[int, list[str]]:
