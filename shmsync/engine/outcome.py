@@ -67,6 +67,7 @@ class Wording(NamedTuple):
     after_lateness: str = "Late answers are ignored: send again, or give more time with timeout="
     do: str = "apply it"
     doing: str = "applying it"
+    after_stop: str = ""  # what helps besides `kill -CONT`
 
 
 class Outcome:
@@ -113,10 +114,13 @@ class Outcome:
     def lateness(self, what: str, version: int | None) -> AckTimeout:
         """The error that names the late."""
         words = self._wording
-        more = [*self.about_late()[1:], *self.about_dead(), words.late_hint]
+        more = [*self.about_late()[1:], *self.about_dead()]
+        advice = ""
+        if set(self.stopped) != set(self.late):  # else more time helps nobody
+            more.append(words.late_hint)
+            advice = f". {words.after_lateness}"
         return AckTimeout(
-            f"{what} {words.sent}, but {self._named(self.late)} did not {words.do} in time; {'; '.join(more)}. "
-            f"{words.after_lateness}",
+            f"{what} {words.sent}, but {self._named(self.late)} did not {words.do} in time; {'; '.join(more)}{advice}",
             version=version,
             missing=[*self.late, *self.dead],
         )
@@ -140,7 +144,9 @@ class Outcome:
             return []
         found = [f"late: {self._named(self.late)}", *self.notes]
         if self.stopped:
-            found.append(f"stopped: {self._named(self.stopped)}")
+            pids = " ".join(str(self.pids[name]) for name in self.stopped if name in self.pids)
+            cure = f"`kill -CONT {pids}` lets {'it' if len(self.stopped) == 1 else 'them'} go on"
+            found.append(f"stopped: {self._named(self.stopped)}, {cure}{self._wording.after_stop}")
         if self.absent:
             found.append(f"{listed(self.absent)} {'is' if len(self.absent) == 1 else 'are'} not attached")
         return found

@@ -139,6 +139,7 @@ _ACKS = Wording(
     after_lateness="A worker that is merely late still applies it; give more time with timeout=. One that is idle, or "
     "waits for this process at a full queue, never does: let it call refresh(), empty the queue first, or publish "
     "without wait=",
+    after_stop=", and workers.restart(rank) starts another one of Workers",
 )
 
 

@@ -47,7 +47,9 @@ def test_the_missing_are_named_at_the_deadline(pub, start):
     with pytest.raises(shmsync.AckTimeout, match="worker 0, worker 2") as error:
         pub.wait_readers([0, 1, 2], timeout=0.1)
     assert (error.value.missing, error.value.version) == ([0, 2], 1)
-    with pytest.raises(TimeoutError, match=rf"worker 0 .*stopped: worker 0 \(pid {stopped.pid}\)"):
+    with pytest.raises(
+        TimeoutError, match=rf"worker 0 .*stopped: worker 0 \(pid {stopped.pid}\), `kill -CONT {stopped.pid}`"
+    ):
         pub.wait_readers([0, 1], timeout=0.1, procs=[stopped.process, worker.process])
 
 
