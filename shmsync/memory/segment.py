@@ -113,7 +113,9 @@ def create(name: str, size: int, **header: Any) -> Created:
             try:
                 dead = hold.enter_context(taken(name))
             except (ArenaExists, ArenaNotFound) as error:
-                raise ArenaExists(f"the name of arena {name!r} is taken: {error}, or use another name") from error
+                ranks = os.environ.get("WORLD_SIZE", "1") != "1"  # torchrun, or torch.distributed
+                cure = "; each rank runs this program: publish from one rank" if ranks else ""
+                raise ArenaExists(f"the name of arena {name!r} is taken: {error}, or use another name{cure}") from error
             beside = new_name()
             if dead is not None and (fd := _make(beside)) is not None:
                 created = _created(beside, fd, size, follows=dead.version, **header)

@@ -368,6 +368,8 @@ class ModuleCheck:
         problems = problems or tied_apart(tensors, arena, "module")
         if problems:
             cure = dtype_cure(given, arena, problems)
+            if any(key not in arena.manifest.by_key for key in given):
+                cure += "\nTo publish a part of a model, make it from the model: Publisher(model, include=[...])."
             raise ManifestMismatch(describe_problems(problems, f"arena {self.name!r}", "the module to bind") + cure)
 
 
