@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from ..engine.deadlines import timeout_or_default, whole
+from ..engine.deadlines import names_nearest, timeout_or_default, whole
 from ..errors import ClosedError, WorkerDied
 from ..memory.process import watch_exit
 from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
@@ -99,6 +99,7 @@ class MultiprocessCollector:
             Exception (SystemExit), or would end the loop (StopIteration), is a RuntimeError that quotes it.
     """
 
+    @names_nearest
     def __init__(
         self,
         create_env_fn: Callable[[], Any] | Sequence[Callable[[], Any]],

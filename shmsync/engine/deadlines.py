@@ -1,16 +1,39 @@
-"""Timeouts, deadlines and durations; and the arguments that publishers and subscribers share, checked."""
+"""Timeouts, deadlines and durations; and the arguments of constructors, checked."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import operator
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from numbers import Real  # numpy's numbers are among them
-from typing import SupportsIndex
+from typing import ParamSpec, SupportsIndex, TypeVar
 
 from .. import _native
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def names_nearest(call: Callable[P, T]) -> Callable[P, T]:
+    """The call, whose TypeError for an unknown keyword names the nearest known one, as Python does since 3.13."""
+    known, where = list(inspect.signature(call).parameters), call.__qualname__.partition(".")[0]
+
+    @functools.wraps(call)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in kwargs:
+            if name not in known:
+                near = get_close_matches(name, known, 1)
+                more = f"did you mean {near[0]}=?" if near else f"there are {', '.join(known[1:])}"
+                raise TypeError(f"{where}() has no argument {name}=; {more}")
+        return call(*args, **kwargs)
+
+    return checked
 
 
 def check_seconds(name: str, seconds: float, means: str) -> float:

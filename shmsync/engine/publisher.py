@@ -18,7 +18,15 @@ from ..memory.devices import named
 from ..memory.leftovers import new_name
 from ..memory.segment import Handle, figures
 from .bind.compiled import disable
-from .deadlines import DEFAULT_TIMEOUT, check_worker, deadline_after, timeout_or_default, timeout_or_none, whole
+from .deadlines import (
+    DEFAULT_TIMEOUT,
+    check_worker,
+    deadline_after,
+    names_nearest,
+    timeout_or_default,
+    timeout_or_none,
+    whole,
+)
 from .digest import digests_of
 from .read.section_values import copied_state
 from .source.dtypes import Dtypes, check_dtypes
@@ -69,6 +77,7 @@ class Publisher:
     A second writer call at the same time raises WriterBusy. A context manager.
     """
 
+    @names_nearest
     def __init__(
         self,
         weights: Weights,

@@ -21,7 +21,7 @@ from .bind.compiled import skip
 from .bind.guard import bind
 from .bind.guarded_methods import GuardNames
 from .by_value import copy_by_value
-from .deadlines import DEFAULT_TIMEOUT, timeout_or_none
+from .deadlines import DEFAULT_TIMEOUT, names_nearest, timeout_or_none
 from .digest import digests_held, digests_of
 from .read.reading import ReadPath, open_reader
 from .read.section_values import Snapshot, copied, state_of
@@ -65,6 +65,7 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
     reads in parallel. A context manager.
     """
 
+    @names_nearest
     def __init__(
         self,
         handle_or_name: Handle | str,

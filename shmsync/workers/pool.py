@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..engine.deadlines import timeout_or_default, timeout_or_none, whole
+from ..engine.deadlines import names_nearest, timeout_or_default, timeout_or_none, whole
 from ..engine.outcome import RemoteTraceback, listed
 from ..engine.publisher import Publisher, writer_of
 from ..engine.write.acks import WorkerWatch
@@ -82,6 +82,7 @@ class Workers:
         WorkerFailed, WorkerDied, AckTimeout: on entry, when they are not all attached.
     """
 
+    @names_nearest
     def __init__(
         self,
         pub: Publisher,
@@ -96,9 +97,11 @@ class Workers:
     ) -> None:
         self._timeout = timeout_or_none(timeout)
         if not isinstance(pub, Publisher):
-            raise TypeError(f"pub is a Publisher, not a {type(pub).__name__}")
+            raise TypeError(f"pub is a Publisher, not a {type(pub).__name__}; write Workers(pub, work, n)")
         if not callable(work):
-            raise TypeError(f"work is a function that gets a Subscriber, not {work!r}")
+            raise TypeError(f"work is a function that gets a Subscriber, not {work!r}; write Workers(pub, work, n)")
+        if not isinstance(args, Iterable):
+            raise TypeError(f"args is a tuple, not a {type(args).__name__}; write args=(it,) for one argument")
         methods = multiprocessing.get_all_start_methods()
         if start_method not in methods:
             raise ValueError(f"start_method is one of {', '.join(methods)}, not {start_method!r}")
@@ -212,7 +215,7 @@ class Workers:
         self._restarts_left = dict.fromkeys(range(self._count), self._restarts)
         self._started, self._ending = 0, False
         try:
-            self._writer.not_started.pop(self, None)
+            self._writer.not_started.clear()  # those of another Workers object too, whose place these take
             self._writer.worker_watch = WorkerWatch(self._look, self._explains, self._before_write)
             self._start(range(self._count))
         except BaseException:

@@ -47,6 +47,23 @@ def test_callables_that_hold_a_queue(pub, form):
         assert sorted(answers.get() for _ in range(2)) == [0, 1]
 
 
+def test_what_is_wrong_with_the_arguments_is_said_with_what_to_write(pub):
+    with pytest.raises(TypeError, match=r"pub is a Publisher, not a function; write Workers\(pub, work, n\)"):
+        shmsync.Workers(jobs.return_at_once, pub, 2)
+    with pytest.raises(TypeError, match=r"args is a tuple, not a .*Queue; write args=\(it,\)"):
+        shmsync.Workers(pub, jobs.return_at_once, 2, args=queue())
+
+
+@pytest.mark.filterwarnings("ignore:Workers of arena .* were made and never started")
+def test_workers_take_the_place_of_others_that_were_never_started(pub):
+    forgotten = shmsync.Workers(pub, jobs.return_at_once, 2)  # as a cell of a notebook makes them that runs twice
+    workers = shmsync.Workers(pub, jobs.return_at_once, 1)
+    workers.queue()
+    with workers:
+        assert workers.get() == 0
+    del forgotten
+
+
 def test_functions_that_no_worker_can_import_are_refused_before_a_process_is_started(pub):
     def inner(sub):
         pass

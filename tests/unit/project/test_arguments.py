@@ -40,6 +40,14 @@ def test_a_refused_constructor_leaves_nothing_and_says_nothing(capfd):
     assert capfd.readouterr().err == ""  # of a destructor, say
 
 
+@pytest.mark.parametrize("cls", [shmsync.Publisher, shmsync.Subscriber, shmsync.Workers])
+def test_an_unknown_keyword_names_the_nearest_known_one(cls):
+    with pytest.raises(TypeError, match=rf"{cls.__name__}\(\) has no argument timeouts=; did you mean timeout=\?"):
+        cls(timeouts=1.0)
+    with pytest.raises(TypeError, match=r"has no argument quite=; there are .*timeout"):
+        cls(quite=1.0)
+
+
 def new_publisher(**options):
     return shmsync.Publisher({"t": torch.zeros(2)}, **options)
 
