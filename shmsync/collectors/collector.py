@@ -142,7 +142,7 @@ class MultiprocessCollector:
         if on_lag not in ("warn", "drop"):
             raise ValueError(f'on_lag is "warn" or "drop", not {on_lag!r}')
         options.steps(options.envs_per_worker)  # refuses what does not divide evenly
-        if device is None and "device" in getattr(weight_sync_scheme, "sender_takes", ()):
+        if device is None:
             device = getattr(weight_sync_scheme, "device", None)
         devices = WorkerDevices(device)
         devices.check_workers(options.num_workers)

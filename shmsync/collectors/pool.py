@@ -122,7 +122,8 @@ class WorkerPool:
         deadline = time.monotonic() + self._options.start_timeout
         members = [self._start_process(spec) for spec in self._specs]
         self._answers(HELLO, deadline, self.members)
-        place: dict[str, Any] = {} if self._devices.unset else {"device": self._devices}
+        places = self._devices.distinct  # on several devices each policy has its own copy, and the arena is the host's
+        place: dict[str, Any] = {"device": places[0]} if len(places) == 1 else {}
         with self.reasons():
             self._scheme.init_on_sender(
                 "policy",

@@ -20,6 +20,7 @@ from typing import Any
 from ..engine.outcome import Failure, Outcome, Wording, listed
 from ..errors import WriterDied
 from ..memory.process import Peer, dead_parent, poll
+from ..memory.segment import Handle
 from ..workers.pipe import Pipe, milliseconds
 from . import messages
 from .messages import Message, Tag
@@ -226,10 +227,16 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Tag], deadline: float) 
 
 
 class Inbox:
-    """The worker's end of a pipe: the messages for each of its models. Shared by the receivers of all models."""
+    """The worker's end of a pipe: the messages for each of its models. Shared by the receivers of all models.
+
+    Attributes:
+        receivers: by model.
+        registered: by model: the arena that the sender named last, and the worker's index there.
+    """
 
     def __init__(self, pipe: Pipe) -> None:
         self.pipe = pipe
+        self.registered: dict[str, tuple[Handle, int | None]] = {}
         self.receivers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self.lock = threading.RLock()
         self._messages: deque[Message] = deque()
