@@ -198,7 +198,7 @@ class ModelArenas:
             if writer.device is not None:  # others are told of this version
                 with writer.lock:
                     writer.ready(deadline)
-        if source is not self.registered:
+        if source is not self.registered and self._outside:
             self.show()
 
     def _completed(self, source: Weights) -> Weights:

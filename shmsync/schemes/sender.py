@@ -17,8 +17,7 @@ import threading
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -55,25 +54,31 @@ class Posted:
 
 
 class SendLock:
-    """Held around each call of a sender."""
+    """Held around each call of a sender: `with lock.hold("send", deadline):`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holder = 0  # the thread that has it
 
-    @contextmanager
-    def hold(self, call: str, deadline: float) -> Iterator[None]:
-        """Hold it. Raises WriterBusy when this thread has it already, or another one until the deadline."""
+    def hold(self, call: str, deadline: float) -> SendLock:
+        """Take it. Raises WriterBusy when this thread has it already, or another one until the deadline."""
         if self._holder == threading.get_ident():
             raise WriterBusy(f"{call}() inside a send or an update() of this thread; call it after that")
         if not self._lock.acquire(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
             raise WriterBusy(f"{call}(): another thread's send lasted until the deadline; nothing was done, try again")
         self._holder = threading.get_ident()
-        try:
-            yield
-        finally:
-            self._holder = 0
-            self._lock.release()
+        return self
+
+    def __enter__(self) -> None:
+        """It is held already."""
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Give it back."""
+        self._holder = 0
+        self._lock.release()
 
 
 class WeightSender:
@@ -260,16 +265,20 @@ class WeightSender:
         """Call send(weights)."""
         return self.send(weights)
 
-    @contextmanager
-    def _one_at_a_time(self, call: str, deadline: float) -> Iterator[None]:
-        with self._lock.hold(call, deadline):
+    def _one_at_a_time(self, call: str, deadline: float) -> SendLock:
+        """The lock, held, for a `with`. Raises ClosedError after shutdown(), RuntimeError for a call out of turn."""
+        lock = self._lock.hold(call, deadline)
+        try:
             self._scheme.check_open(call)
             if call == "wait_async":
                 if self._posted is None:
                     raise RuntimeError("no send is pending; call send_async() first")
             elif self._posted is not None:
                 raise RuntimeError(f"{call}() while a send_async() is pending; call wait_async() first")
-            yield
+        except BaseException:
+            lock.release()
+            raise
+        return lock
 
     def _source(self, weights: Any) -> Any:
         """What the user means: a module or weights."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -135,7 +136,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             raise RuntimeError(f"{model_id!r} is registered already; its layout is fixed, so send() new values for it")
         if not isinstance(weights, TensorDictBase):
             raise ValueError(f"weights to register are a TensorDict, not a {type(weights).__name__}")
-        self._arenas[model_id] = ModelArenas(model_id, self._options, registered=weights)
+        self.arenas_of(model_id).registered = weights
 
     def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
         """Make this TensorDict the first version of a model, and let it show each later one.
@@ -199,7 +200,7 @@ class SharedMemSender(PipeSender):
         self.links = self._scheme._links
         self._without_state: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that have no extra state
 
-    @property
+    @cached_property
     def arenas(self) -> ModelArenas:
         """Of its model."""
         return self._scheme.arenas_of(self._model_id)
@@ -236,7 +237,9 @@ class SharedMemSender(PipeSender):
         self.arenas.open(source, groups, self._next_version(self.links, self.version), len(self.links))
         self._show_weights()
         for index, link in self.links.items():
-            self._tell(index, link, self.arenas.by_group[self._scheme._groups.of(index)].handle)
+            handle = self.arenas.by_group[self._scheme._groups.of(index)].handle
+            if link.registered.get(self._model_id) != handle:
+                self._tell(index, link, handle)
 
     def _groups(self, links: Mapping[int, Link]) -> list[int]:
         """The groups of these workers; without workers the arena of all is written."""
@@ -312,9 +315,10 @@ class SharedMemSender(PipeSender):
 
     def _show_weights(self) -> None:
         """scheme.policy_weights has the newest version, where the user has no TensorDict of his own."""
-        newest = self.arenas.newest
-        if self.arenas.registered is None and newest is not None:
-            self._scheme.policy_weights[self._model_id] = newest.arena.weights(newest.current[1], writable=True)
+        shown, arenas = self._scheme.policy_weights, self.arenas
+        one_place = self._scheme.slots == 1 and len(arenas.by_group) == 1 and self._model_id in shown
+        if arenas.registered is None and not one_place and (newest := arenas.newest) is not None:
+            shown[self._model_id] = newest.arena.weights(newest.current[1], writable=True)
 
     def _refuse_extra_state(self, source: Any) -> None:
         """Raise ManifestMismatch for weights with extra state, which is no tensor; a module is looked at once."""
@@ -336,8 +340,9 @@ class SharedMemSender(PipeSender):
     def _announce(self, links: Mapping[int, Link], *, again: bool = False) -> Posted:
         tags: dict[int, Tag] = {}
         made: dict[int, tuple[Handle, Tag, bytes]] = {}  # by group
+        group_of = self._scheme._groups.of
         for index, link in links.items():
-            group = self._scheme._groups.of(index)
+            group = group_of(index)
             if group not in made:
                 publisher = self.arenas.by_group.get(group)
                 if publisher is None:
@@ -347,16 +352,15 @@ class SharedMemSender(PipeSender):
                 tag = Tag(self._model_id, publisher.version)
                 made[group] = publisher.handle, tag, framed(messages.version_message(*tag))
             handle, tags[index], frame = made[group]
-            self._tell(index, link, handle, again=again)
+            if again or link.registered.get(self._model_id) != handle:
+                self._tell(index, link, handle)
             link.post(frame, tags[index])
         return Posted(self.version, links, tags)
 
-    def _tell(self, index: int, link: Link, handle: Handle, *, again: bool = False) -> None:
-        """Tell a worker where the arena is, if it has not been told of this one."""
-        if again or link.registered.get(self._model_id) != handle:
-            frame = framed(messages.registration(self._model_id, handle, index))
-            link.post(frame, Tag(self._model_id, 0))
-            link.registered[self._model_id] = handle
+    def _tell(self, index: int, link: Link, handle: Handle) -> None:
+        """Tell a worker where the arena is."""
+        link.post(framed(messages.registration(self._model_id, handle, index)), Tag(self._model_id, 0))
+        link.registered[self._model_id] = handle
 
 
 class SharedMemTransport(PipeTransport):

@@ -125,7 +125,7 @@ class PipeTransport:
         if self.pipe is None:
             return True
         pipe = Pipe.of(self.pipe)
-        return not (pipe.end.dead if isinstance(pipe.end, Link) else pipe.closed or pipe.ended)
+        return not (pipe.end.dead if isinstance(pipe.end, Link) else pipe.over)
 
     def pending(self) -> list[Any]:
         """Messages that came over the pipe and are not about weights, oldest first; each is given once."""
