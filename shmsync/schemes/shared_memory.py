@@ -24,7 +24,6 @@ from ..engine.source.dtypes import Dtypes
 from ..engine.subscriber import Consistency, Subscriber, reader_of
 from ..errors import ManifestMismatch, ProtocolError
 from ..memory.segment import Handle
-from ..workers.pipe import framed
 from . import messages
 from .api import WeightSyncScheme
 from .arenas import ALL, ArenaOptions, Arenas
@@ -32,6 +31,7 @@ from .context import Arguments
 from .devices import DeviceChoice, WorkerDevices, devices_for, lies_elsewhere
 from .links import Link
 from .messages import Message, Tag
+from .pipe import framed
 from .receiver import PipeReceiver
 from .sender import PipeSender, Posted
 from .strategy import Form, WeightStrategy, leaves_of
