@@ -15,7 +15,6 @@ from . import spaces
 from .acting import ACTION, Actor, output
 from .buffers import RESULTS, Buffers, Leaves
 from .envs import End, Results, SingleEnvs, VectorEnvs, is_vector, unrolled
-from .options import WorkerSpec
 
 
 class Rows(NamedTuple):
@@ -37,19 +36,21 @@ class Rollout:
     `version()` says which weights the last call of the policy used.
     """
 
-    def __init__(self, envs: Sequence[Any], policy: nn.Module, version: Callable[[], int], spec: WorkerSpec) -> None:
+    def __init__(
+        self, envs: Sequence[Any], policy: nn.Module, version: Callable[[], int], worker: int, device: str | None
+    ) -> None:
         self._version = version
-        self._worker = spec.index
+        self._worker = worker
         of_vectors = is_vector(envs[0])
         prefix = "single_" if of_vectors else ""
         found = [(getattr(env, f"{prefix}observation_space"), getattr(env, f"{prefix}action_space")) for env in envs]
-        spaces.check_alike(found, spec.index)
+        spaces.check_alike(found, worker)
         space, action_space = found[0]
         self._to_env = spaces.to_env(action_space)
         singles = unrolled(envs) if of_vectors else list(envs)
         self.count = len(singles) if singles is not None else sum(int(env.num_envs) for env in envs)
         self._new = new = Results.of(spaces.parts(space, self.count))
-        self._actor = Actor(policy, new.parts, spec.device)
+        self._actor = Actor(policy, new.parts, device)
         self._groups: list[tuple[SingleEnvs | VectorEnvs, slice]] = []
         if singles is not None:
             group = SingleEnvs(singles, new, action_space.dtype if of_vectors else None)

@@ -1,7 +1,7 @@
 """One exchange over pipes: messages are posted without waiting, and one wait gathers the answers.
 
 Link: the trainer's end of the pipe to one worker, with that worker's process. gather(): the only wait for answers.
-Inbox: the worker's end. Pipes themselves are in workers/pipe.py.
+Inbox: the worker's end. Pipes themselves are in pipe.py.
 
 INV: an answer is for exactly one message. It names it by its tag; an untagged one is for the oldest of its kind. An
 answer to a message that no send waits for is dropped, so it never counts for a later one.
@@ -21,9 +21,9 @@ from ..engine.outcome import Failure, Outcome, Wording, listed
 from ..errors import WriterDied
 from ..memory.process import Peer, dead_parent, poll
 from ..memory.segment import Handle
-from ..workers.pipe import Pipe, milliseconds
 from . import messages
 from .messages import Message, Tag
+from .pipe import Pipe, milliseconds
 
 WORDING = Wording("a worker applies at its next receive()")
 

@@ -26,11 +26,11 @@ from ..memory.manifest import Strides, contiguous, layout_of
 from ..memory.process import me
 from ..memory.slab import MemfdAt, Sealed, pieces_at, reachable
 from ..memory.torch_modes import run_plainly
-from ..workers.pipe import framed
 from . import messages
 from .api import WeightSyncScheme
 from .links import Link
 from .messages import Message, Tag, Tagged
+from .pipe import framed
 from .receiver import PipeReceiver
 from .sender import PipeSender, Posted
 from .strategy import Form, leaves_of, refuse_odd

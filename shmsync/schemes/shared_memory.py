@@ -24,7 +24,6 @@ from ..engine.subscriber import Consistency, reader_of
 from ..errors import ManifestMismatch
 from ..memory.devices import named
 from ..memory.segment import Handle
-from ..workers.pipe import framed
 from . import messages
 from .api import WeightSyncScheme
 from .arenas import ALL, ArenaOptions, Groups, ModelArenas
@@ -32,6 +31,7 @@ from .attachment import Attachment, attached
 from .context import Arguments
 from .links import Inbox, Link
 from .messages import Message, Tag
+from .pipe import framed
 from .receiver import PipeReceiver
 from .sender import PipeSender, Posted
 from .strategy import Form, leaves_of

@@ -7,10 +7,10 @@ from collections import deque
 from typing import Any
 
 from ..engine.deadlines import deadline_after, timeout_or_default
-from ..workers.pipe import Pipe
 from . import messages
 from .links import Inbox, Link, gather, unexpected
 from .messages import Message
+from .pipe import Pipe
 from .sender import PipeSender
 
 
