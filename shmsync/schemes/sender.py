@@ -329,8 +329,9 @@ class WeightSender:
             if not bad and hasattr(transport, "send_weights_async") and hasattr(transport, "wait_ack"):
                 _call(posted, index, transport.wait_ack)
         for index, error in sorted(posted.errors.items()):
-            notes = [*getattr(error, "__notes__", ()), f"raised by the transport of worker {index}"]
-            error.__notes__ = notes  # add_note() is not in Python 3.10
+            others = [f"that of worker {i} raised {e!r}" for i, e in sorted(posted.errors.items()) if i != index]
+            notes = [f"raised by the transport of worker {index}", *others, *posted.outcome.about_late()]
+            error.__notes__ = [*getattr(error, "__notes__", ()), *notes]  # add_note() is not in Python 3.10
             raise error
         posted.outcome.check(f"version {posted.version} of {self._model_id!r}", posted.version)
 
