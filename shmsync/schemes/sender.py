@@ -19,7 +19,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from typing_extensions import override
 
@@ -31,15 +31,6 @@ from .links import Link, gather
 from .messages import Tag
 
 _WORDING = Wording("its transport timed out", after_lateness="Send again, or give its transport more time")
-
-
-T = TypeVar("T", bound="Reached")
-
-
-class Reached(Protocol):
-    """What a sender reaches a worker by. `reported`: WorkerDied has named it."""
-
-    reported: bool
 
 
 @dataclass
@@ -107,7 +98,7 @@ class WeightSender:
         self._context_ref: weakref.ref[Any] | None = None
         self._model: Any = None  # what init_on_sender(model=) got
         self._cached: Any = None  # what init_on_sender(cached_weights=) got
-        self._transports: dict[int, Any] = {}
+        self._transports: dict[int, Any] = {}  # what reaches each worker
         self._posted: Posted | None = None  # of a send_async()
         self._lock = SendLock()
 
@@ -297,14 +288,14 @@ class WeightSender:
     def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
         return chosen_workers(worker_ids, self.worker_ids)
 
-    def _living(self, workers: list[int], known: Mapping[int, T]) -> dict[int, T]:
-        """Those of these workers that no error has named as dead. Raises WorkerDied when there is none."""
-        if not known and self._unpickled:
+    def _living(self, workers: list[int]) -> dict[int, Any]:
+        """What reaches those of these workers that no error has named as dead. Raises WorkerDied when there is none."""
+        if not self._transports and self._unpickled:
             raise ProtocolError(
                 "this sender was unpickled: pipes and workers stayed with the original, so it has no workers; call "
                 "register_worker() for each first"
             )
-        living = {index: known[index] for index in workers if not known[index].reported}
+        living = {index: self._transports[index] for index in workers if not self._transports[index].reported}
         if workers and not living:
             raise WorkerDied(
                 f"all workers that {self._model_id!r} should go to are dead ({', '.join(map(str, workers))}); nothing "
@@ -373,18 +364,12 @@ class PipeSender(WeightSender):
     @override
     def _start_here(self) -> None:
         super()._start_here()
-        self.links: dict[int, Link] = {}
+        self.links: dict[int, Link] = self._transports
         self._pipes: dict[int, Any] = {}  # kept open as long as the sender: a link does not hold its pipe
 
-    @property
-    @override
-    def worker_ids(self) -> list[int]:
-        return sorted(self.links)
-
-    @override
-    def is_dead(self, worker_idx: int) -> bool:
-        (index,) = chosen_workers([worker_idx], self.worker_ids)
-        return self.links[index].reported
+    def _use_links(self, links: dict[int, Link]) -> None:
+        """Reach the workers over these, which others use too."""
+        self.links = self._transports = links
 
     @override
     def _register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
@@ -412,12 +397,12 @@ class PipeSender(WeightSender):
             if not self.version:
                 return 0
             workers = self._chosen(worker_ids)
-            self._gather(self._announce(self._living(workers, self.links), again=True), deadline)
+            self._gather(self._announce(self._living(workers), again=True), deadline)
             return self.version
 
     @override
     def _post(self, source: Any, workers: list[int], deadline: float) -> Posted:
-        links = self._living(workers, self.links)
+        links = self._living(workers)
         self._write(source, links, deadline)
         return self._announce(links)
 

@@ -197,7 +197,7 @@ class SharedMemSender(PipeSender):
     @override
     def _start_here(self) -> None:
         super()._start_here()
-        self.links = self._scheme._links
+        self._use_links(self._scheme._links)
         self._without_state: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that have no extra state
 
     @cached_property
@@ -263,7 +263,7 @@ class SharedMemSender(PipeSender):
         """
         deadline = deadline_after(timeout, self.default_timeout)
         with self._one_at_a_time("update", deadline):
-            links = self._living(self._chosen(None), self.links)
+            links = self._living(self._chosen(None))
             if not self._scheme._groups.one:
                 raise ValueError("update() writes one arena, and this scheme has several; send() writes them all")
             if not self.arenas.by_group:
