@@ -20,8 +20,8 @@ from ..memory.process import watch_exit
 from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
 from ..schemes.devices import DeviceChoice, WorkerDevices
 from ..schemes.strategy import WeightStrategy
+from .acting import pack
 from .collector_process import WorkerSpec
-from .policy_packing import pack
 from .pool import CollectorOptions, OnLag, WorkerPool
 
 START_TIMEOUT = 120.0  # seconds

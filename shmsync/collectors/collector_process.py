@@ -17,8 +17,8 @@ import torch
 from ..memory.process import dead_parent, poll
 from ..schemes import WeightSyncScheme
 from ..workers.worker_process import reported
+from .acting import bring
 from .buffers import Buffers
-from .policy_packing import bring
 from .rollout import Rollout
 
 # The words of the trainer, then those of the worker. A message is (word, content).
