@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import _native
-from ..errors import ArenaNotFound, DeviceFailed, ForkedHandle, ShmSyncError
+from ..errors import ArenaNotFound, ForkedHandle, ShmSyncError
 from .manifest import same_order
 from .torch_modes import copy_into
 
@@ -246,7 +246,7 @@ class OnDevice:
         """Give the memory back, when nothing is under way in it any more."""
         try:
             done = self.device.wait(self.stream, _LAST_COPIES)
-        except DeviceFailed:
+        except ShmSyncError:
             done = False
         if done:
             (self.device.unpin if self.pinned else self.device.free)(self.storage)

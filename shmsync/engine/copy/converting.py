@@ -14,7 +14,7 @@ before are recorded, and asked for in one call as long as the addresses stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -180,7 +180,7 @@ class Crossing:
 
     recordable = True
 
-    def __init__(self, tensors: list[tuple[torch.Tensor, Leaf]], places: set[int], device: Device) -> None:
+    def __init__(self, tensors: list[tuple[torch.Tensor, Leaf]], places: Iterable[int], device: Device) -> None:
         self._device = device
         self._alone: list[int] = []
         self._leaves = [leaf for _, leaf in tensors]
@@ -188,6 +188,8 @@ class Crossing:
         begin = end = -TENSOR_ALIGNMENT
         for place in sorted(places, key=lambda place: self._leaves[place].offset):
             tensor, leaf = tensors[place]
+            if leaf.nbytes == 0:
+                continue
             if leaf.nbytes >= ALONE and same_layout(tensor, leaf):
                 self._alone.append(place)
                 continue
@@ -218,17 +220,14 @@ class Crossing:
         for begin, size, gathered in self._runs:
             gathered.copy(self._rooms, sources)
             self._device.copy(stream, [(address + begin, staging, size)])
-        self._device.copy(stream, [(address + to, source, size) for source, to, size in self._across(sources)])
+        leaves = ((sources[place].data_ptr(), self._leaves[place]) for place in self._alone)
+        self._device.copy(stream, [(address + leaf.offset, source, leaf.nbytes) for source, leaf in leaves])
 
-    def to_device(self, address: int, targets: list[torch.Tensor]) -> None:
-        """Copy the slot at this address into tensors like those."""
+    def to_device(self, address: int, views: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+        """Copy the slot at this address, of which these are the views, into tensors like those."""
         stream, staging = self._device.current(), self._staging.data_ptr()
         for begin, size, scattered in self._runs:
             self._device.copy(stream, [(staging, address + begin, size)])
             scattered.copy(targets, self._rooms)
-        self._device.copy(stream, [(to, address + source, size) for to, source, size in self._across(targets)])
-
-    def _across(self, tensors: list[torch.Tensor]) -> list[tuple[int, int, int]]:
-        """(address, offset in the slot, bytes) of each that crosses as it is."""
-        leaves = ((tensors[place].data_ptr(), self._leaves[place]) for place in self._alone)
-        return [(address, leaf.offset, leaf.nbytes) for address, leaf in leaves]
+        for place in self._alone:  # by torch: the module may have been converted since
+            targets[place].copy_(views[place], non_blocking=True)

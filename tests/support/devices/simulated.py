@@ -109,7 +109,6 @@ class Simulated:
 
             raise DeviceFailed(f"{self.name} pins no memory")
         self.pinned[storage.data_ptr()] = storage.nbytes(), readonly
-        self.allocated += not readonly
 
     def unpin(self, storage: torch.UntypedStorage) -> None:
         del self.pinned[storage.data_ptr()]
@@ -162,7 +161,7 @@ class Simulated:
     def call(self, stream: Any, call: Any) -> None:
         run = partial(on_a_drivers_thread, type(call).function, call.ticket())
         self.kernel(run, stream)
-        if stream is not HOST and self.prompt and self.allocated:
+        if stream is not HOST and self.prompt and (self.allocated or self.pinned):
             stream.record().done.wait()
 
     def wait(self, stream: Any, seconds: float) -> bool:
