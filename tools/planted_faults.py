@@ -89,7 +89,7 @@ FAULTS = [
     # schemes: answers
     Fault("shmsync/schemes/links.py", "for tag in self.unanswered:", "for tag in reversed(self.unanswered):",
           "conformance/trouble/test_late_answers.py"),
-    Fault("shmsync/schemes/links.py", "elif gone or link.pipe.ended or link.pipe.closed:", "elif False:",
+    Fault("shmsync/schemes/links.py", "elif gone or link.pipe.over:", "elif False:",
           "conformance/trouble/test_death.py"),
     Fault("shmsync/schemes/links.py", "and tag.version > self.highest.get(tag.model_id, 0)", "and False",
           "conformance/trouble/test_messages.py"),
