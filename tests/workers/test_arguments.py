@@ -64,13 +64,13 @@ def test_workers_take_the_place_of_others_that_were_never_started(pub):
     del forgotten
 
 
-def test_functions_that_no_worker_can_import_are_refused_before_a_process_is_started(pub):
+def test_functions_that_no_worker_can_import_are_refused(pub):
     def inner(sub):
         pass
 
     for work in (inner, lambda sub: None, functools.partial(inner)):
         with pytest.raises(shmsync.ProtocolError, match=r"cannot import .*put it into a file.*start_method='fork'"):
-            shmsync.Workers(pub, work, 1)
+            shmsync.Workers(pub, work, 1).start()
     with shmsync.Workers(pub, inner, 2, start_method="fork"):
         pass
 
