@@ -349,6 +349,12 @@ class ModuleCheck:
             own = {key: tensor for key, tensor in own.items() if key in saved}
         empty = {leaf: found[key] for key, leaf in spelled.items() if leaf in unsaved and leaf in leaves}
         self.empty = {leaf: tensor for leaf, tensor in empty.items() if tensor.is_meta}
+        for key, leaf in spelled.items():
+            if leaf in unsaved and leaf not in leaves and found[key].is_meta:
+                raise ManifestMismatch(
+                    f"{'.'.join(key)} is on the meta device, and arena {self.name!r} cannot fill it: a state_dict() "
+                    "has no buffers with persistent=False. Publish the module itself, or give the buffer values first"
+                )
         self.check(own | self.empty, unsaved)
         self._spelled = spelled
         return {module_key[key]: tensor for key, tensor in (own | {key: tensors[key] for key in self._second}).items()}

@@ -156,3 +156,19 @@ def test_what_cannot_get_memory_is_refused_before_anything_changes(publisher, su
     sub.bind(worker)
     x = torch.randn(2, 3)
     assert torch.equal(output(worker[2], x), output(trainer[2], x))
+
+
+def test_a_buffer_that_a_state_dict_lacks_is_named_when_it_lies_on_meta():
+    def rotary():
+        module = nn.Module()
+        module.body = nn.Linear(2, 2)
+        module.body.register_buffer("inverse", torch.ones(2), persistent=False)
+        return module
+
+    with torch.device("meta"):
+        made = rotary()
+    with shmsync.Publisher(rotary().state_dict()) as pub, shmsync.Subscriber(pub.handle) as sub:
+        with pytest.raises(shmsync.ManifestMismatch, match=r"body\.inverse is on the meta device.*module itself"):
+            sub.bind(made)
+        made.body.inverse = torch.ones(2)
+        sub.bind(made)
