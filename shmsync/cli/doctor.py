@@ -159,6 +159,16 @@ def opening(root: Path) -> Finding:
     return Finding("workers", Level.FAILURE, f"a worker cannot open {path}: {reason}{scoped}", cure)
 
 
+def threads(root: Path) -> Finding:
+    """Will several processes compute with more threads than there are cores?"""
+    cores, each = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS", "")
+    if each.isdigit() or cores == 1:
+        return Finding("threads", Level.OK, f"each process computes with {each or cores} threads on {cores} cores")
+    cure = "OMP_NUM_THREADS=1, or torch.set_num_threads(1) in each worker; Workers does it"
+    text = f"OMP_NUM_THREADS is not set: each process of your own computes with {cores} threads, and all get slower"
+    return Finding("threads", Level.NOTE, text, cure)
+
+
 def cuda(root: Path) -> Finding:
     """GPUs: can arenas lie on them? Makes nothing on one."""
     if not list((root / "dev").glob("nvidia[0-9]*")) and not (root / "proc/driver/nvidia/version").exists():
@@ -172,7 +182,7 @@ def cuda(root: Path) -> Finding:
 
 
 CHECKS: tuple[Callable[[Path], Finding], ...] = (
-    system, shared_memory, remove_ipc, memory, memfd, opening, cuda,
+    system, shared_memory, remove_ipc, memory, memfd, opening, threads, cuda,
 )  # fmt: skip
 
 

@@ -68,3 +68,12 @@ def test_a_logout_that_removes_segments(tmp_path, monkeypatch):
     (tmp_path / "etc/systemd").mkdir(parents=True)
     (tmp_path / "etc/systemd/logind.conf").write_text("#RemoveIPC=yes\nRemoveIPC = no\n")
     assert doctor.remove_ipc(tmp_path).level is Level.OK
+
+
+def test_processes_that_share_the_cores_need_fewer_threads(monkeypatch, tmp_path):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    found = doctor.threads(tmp_path)
+    assert found.level is Level.NOTE and "torch.set_num_threads(1)" in found.cure
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert doctor.threads(tmp_path).level is Level.OK
