@@ -321,5 +321,6 @@ def _check_header(name: str, header: _native.Header) -> None:
 
 _NEXT: dict[type[Exception], str] = {
     ArenaCorrupt: "both sides must run the same shmsync version; otherwise remove it with `shmsync gc`",
-    ArenaNotFound: "run publisher and subscriber in the same container or virtual machine",
+    ArenaNotFound: "run both in one container or virtual machine, or let the containers share processes "
+    "(docker run --pid=container:NAME, shareProcessNamespace in Kubernetes)",
 }
