@@ -202,6 +202,7 @@ def create(
             f"an arena on {device.name} has at most {_native.MAX_DEVICE_SLOTS} slots, not {slots}; use fewer"
         )
     with refusals(f"creating arena {name!r}"):
+        follows = segment.last_version(name)
         session = secrets.token_bytes(16)
         text = manifest.to_json()
         owner, boot_id, pid_namespace = me()
@@ -219,6 +220,7 @@ def create(
             created = segment.create(
                 name,
                 _native.segment_bytes(slots, max_readers, len(text)),
+                follows=follows,
                 session=session,
                 owner=owner,
                 boot_id=boot_id,

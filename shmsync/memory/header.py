@@ -1,4 +1,4 @@
-"""A control segment as a file: found by its name, opened, and its header read.
+"""A control segment as a file: found by its name, opened, and its header checked; and whether its owner may live.
 
 Names: arena "policy" is the POSIX shared-memory object /shmsync.policy, the file /dev/shm/shmsync.policy.
 """
@@ -6,33 +6,37 @@ Names: arena "policy" is the POSIX shared-memory object /shmsync.policy, the fil
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import stat
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from .. import _native
 from ..errors import ArenaCorrupt, ArenaNotFound
-from .process import close
+from .manifest import Manifest, checked_manifest
+from .process import Peer, close, exists, is_held, me, pid_of
 
-PREFIX = "/shmsync."
 FOLDER = "/dev/shm"
-OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # as shm_open() opens
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # of arenas
+PREFIX = "shmsync."
+_NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)  # of opening a link, a folder, a socket, a device
+
+
+def path_of(name: str) -> str:
+    """The file that this arena's segment is."""
+    return f"{FOLDER}/{PREFIX}{name}"
 
 
 @contextmanager
 def opened(name: str) -> Iterator[int | None]:
     """A descriptor of this arena's segment; None when there is none.
 
-    Raises ArenaNotFound if it may not be opened, or if it is no plain file: what is read later is read from what was
-    opened here. No link is followed, as by shm_open().
+    Raises ArenaNotFound if it may not be opened, and ArenaCorrupt if it is no plain file: what is read later is read
+    from what was opened here. No link is followed, as by shm_open().
     """
     try:
-        fd = os.open(FOLDER + PREFIX + name, OPEN)
+        fd = os.open(path_of(name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         yield None
         return
@@ -42,75 +46,42 @@ def opened(name: str) -> Iterator[int | None]:
             "publisher"
         ) from error
     except OSError as error:
-        if error.errno not in _NO_FILE:
-            raise
-        raise _squatted(name, _NO_FILE[error.errno]) from error
+        if error.errno in _NO_FILE:
+            raise _no_segment(name) from error
+        raise
     try:
-        mode = os.fstat(fd).st_mode
-        if not stat.S_ISREG(mode):
-            raise _squatted(name, "a FIFO" if stat.S_ISFIFO(mode) else "a device")
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise _no_segment(name)
         yield fd
     finally:
         close(fd)
 
 
-_NO_FILE = {  # what opening a name gives that stands for no plain file
-    errno.ELOOP: "a symbolic link",
-    errno.EISDIR: "a directory",
-    errno.ENXIO: "a socket, or a device that is not there",
-    errno.ENODEV: "a device that is not there",
-}
-
-
-def _squatted(name: str, what: str) -> ArenaNotFound:
-    return ArenaNotFound(
-        f"{FOLDER}{PREFIX}{name} is {what}, and no segment of shmsync; see who made it, and remove it by hand, or use "
-        "another name"
+def _no_segment(name: str) -> ArenaCorrupt:
+    return ArenaCorrupt(
+        f"{path_of(name)} is no segment of shmsync; see who made it, and remove it by hand, or use another name"
     )
 
 
-def check_ours(name: str, fd: int) -> None:
-    """Is it this user's, and could no other user have written it? Raises ArenaNotFound.
-
-    A subscriber trusts its content, and so every user who could write it. That goes for root too.
-    """
-    status = os.fstat(fd)
-    if status.st_uid != os.geteuid():
-        raise ArenaNotFound(
-            f"arena {name!r} belongs to uid {status.st_uid} but this is uid {os.geteuid()}; run both sides as one user"
-        )
-    if status.st_mode & 0o022:
-        raise ArenaNotFound(
-            f"arena {name!r} has mode {stat.S_IMODE(status.st_mode):04o}, so that other users may have written it, but "
-            f"0600 is needed; close its publisher and start it again"
-        )
-
-
-def foreign(header: _native.Header | None) -> bool:
-    """Is it another program's file that only has a name like a segment's?
-
-    A creator that dies leaves nothing, zeros, or what begins with the magic number.
-    """
-    return header is not None and header.magic not in (0, _native.MAGIC)
+def read_header(name: str, fd: int) -> _native.Header:
+    """The header of a segment, of any version of shmsync. Raises ArenaCorrupt for another program's file."""
+    header = _native.read_identity(fd)
+    if header is None or header.magic != _native.MAGIC or not header.ready:
+        raise _no_segment(name)
+    return header
 
 
 def check_readable(name: str, header: _native.Header) -> None:
-    """Raise ArenaCorrupt for what is no segment, or one that this version of shmsync cannot read."""
-    if header.magic != _native.MAGIC or header.endian != _native.ENDIAN_TAG:
-        raise ArenaCorrupt(
-            f"{FOLDER}{PREFIX}{name} is no segment of shmsync: it has magic {header.magic:#x} and endian tag "
-            f"{header.endian:#x} but {_native.MAGIC:#x} and {_native.ENDIAN_TAG:#x} are needed; see who made it, and "
-            "remove it by hand, or use another name"
-        )
+    """Raise ArenaCorrupt for a segment that this version of shmsync cannot read."""
     wrong = ""
     if header.abi != _native.ABI:
         wrong = f"was made by a shmsync whose layout is number {header.abi}, but this one reads number {_native.ABI}"
-    elif header.crc != zlib.crc32(header.covered):
-        wrong = f"has a header of crc {zlib.crc32(header.covered):#x} that says {header.crc:#x}"
-    elif not (0 < header.slots <= _native.MAX_SLOTS and 0 < header.readers <= _native.MAX_READERS):
+    elif not header.intact:
+        wrong = "has a header with another crc than that of its words"
+    elif not header.fits:
         wrong = (
-            f"has {header.slots} slots and {header.readers} reader rows, and there are at most {_native.MAX_SLOTS} and "
-            f"{_native.MAX_READERS}"
+            f"has a file of {header.file_bytes:,} bytes, which is not what {header.slots} slots, {header.readers} "
+            f"reader rows and a manifest of {header.manifest_bytes:,} bytes take"
         )
     if wrong:
         raise ArenaCorrupt(
@@ -118,39 +89,40 @@ def check_readable(name: str, header: _native.Header) -> None:
         )
 
 
-def nobody_proven_dead(uid: int) -> str:
-    """Why a segment of another user's stays that is not ready: its header does not name an owner."""
-    return f"it belongs to uid {uid} and its header does not name an owner process, so that no process is proven dead"
+def read_manifest(name: str, fd: int, header: _native.Header) -> Manifest:
+    """The manifest of a segment with this header. Raises ArenaCorrupt."""
+    check_readable(name, header)
+    text = _native.read_manifest(fd, header)
+    if text is None:
+        raise ArenaCorrupt(f"the segment of arena {name!r} is shorter than its header says; look again")
+    return checked_manifest(name, text, header)
 
 
-def stands_for(name: str, segment: os.stat_result) -> bool:
-    """Does the name still stand for this segment? It is open or mapped, so that no other file has its inode."""
-    try:
-        return os.path.samestat(os.lstat(FOLDER + PREFIX + name), segment)
-    except FileNotFoundError:
-        return False
+def check_ours(name: str, fd: int) -> None:
+    """Is it this user's? A subscriber trusts its content, and so its owner, for root too. Raises ArenaNotFound."""
+    uid = os.fstat(fd).st_uid
+    if uid != os.geteuid():
+        raise ArenaNotFound(
+            f"arena {name!r} belongs to uid {uid} but this is uid {os.geteuid()}; run both sides as one user"
+        )
+
+
+def may_live(header: _native.Header, fd: int) -> bool:
+    """Could the owner be alive? `fd`: of its segment, opened here.
+
+    Its lock tells where its pid does not: in another pid namespace, and for this process, whose exec of the same
+    program leaves the owner word as it was.
+    """
+    here = me()
+    if header.owner == here.owner or (header.boot_id, header.pid_namespace) != here[1:]:
+        return is_held(fd)
+    if header.abi != _native.ABI:  # of its owner word we know the pid only
+        return exists(pid_of(header.owner))
+    return not Peer(owner=header.owner).dead
 
 
 def unlink(name: str, segment: os.stat_result) -> None:
-    """Remove the name if it still stands for this segment."""
-    if stands_for(name, segment):
-        with suppress(FileNotFoundError):
-            os.unlink(FOLDER + PREFIX + name)
-
-
-def replace(new: str, name: str, segment: os.stat_result) -> bool:
-    """Let the name stand for the segment of the name `new`, which goes. False: it stands for another one than this."""
-    if not stands_for(name, segment):
-        return False
-    os.rename(FOLDER + PREFIX + new, FOLDER + PREFIX + name)
-    return True
-
-
-def locked(fd: int) -> bool:
-    """Is the segment's creator still at work? It holds the lock until the segment is ready, or it dies."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # a process has the lock, or the system refused the call: then one may have it
-        return True
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    return False
+    """Remove the name if it still stands for this segment. It is open or mapped, so no other file has its inode."""
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.lstat(path_of(name)), segment):
+            os.unlink(path_of(name))

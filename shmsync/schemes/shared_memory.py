@@ -396,6 +396,7 @@ class Subscriptions:
         self._bound: dict[str, weakref.ref[nn.Module]] = {}
         # A scheme of this shape has no close(), so collecting it is the normal end, and no reason to warn.
         self._finalizer = weakref.finalize(self, _close_unused, self._subscribers, self._bound)
+        self._finalizer.atexit = False  # the subscribers end by themselves then
 
     def join(self, model_id: str, handle: Handle, worker: int | None) -> None:
         """Attach to an arena, in place of the model's earlier one, as the worker of this index."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..engine.outcome import Failure
 from ..errors import ProtocolError
-from ..memory.process import Peer, me, poll, start_process, stay_if_exiting
+from ..memory.process import Peer, me, poll, stay_if_exiting
 from .pipe import Pipe, milliseconds
 from .worker_process import ATTACHED, BEGAN, FAILED, Start, run
 
@@ -63,7 +63,7 @@ class Process:
         name = f"shmsync-{who.replace(' ', '-')}"
         self.process = context.Process(target=run, args=(start, body, packed, theirs), name=name, daemon=True)
         try:
-            start_process(self.process)
+            self.process.start()
         except RuntimeError as error:
             if "SemLock" not in str(error):
                 raise

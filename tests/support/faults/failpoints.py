@@ -32,9 +32,10 @@ CHOICES = {"action": ACTIONS, "slots": SLOTS, "consistency": CONSISTENCIES}
 USUAL = [("kill", 1, "pinned"), ("kill", 2, "optimistic"), ("stop", 1, "optimistic"), ("pause", 3, "live")]
 # What Python does: (where the function is found, its name, the point before it, the point after it).
 AROUND = [
-    (segment, "_make", None, "segment.named"),
-    (segment, "_allocate", "segment.locked", "segment.allocated"),
     (slab, "create", None, "slab.created"),
+    (segment, "_allocate", None, "segment.allocated"),
+    (segment, "hold_for_life", None, "segment.locked"),
+    (segment, "_named", "segment.nameless", "segment.named"),
     (slab, "attach", None, "slab.attached"),
     (header, "unlink", "sweep.locked", "sweep.unlinked"),
     (segment, "withdraw", "withdraw.before", "withdraw.after"),
