@@ -75,7 +75,7 @@ FAULTS = [
     # memory
     Fault("shmsync/memory/manifest.py", "if not 0 <= leaf.offset <= leaf.offset + leaf.nbytes <= slot_bytes:",
           "if False:", "unit/memory/test_hostile_segments.py"),
-    Fault("shmsync/memory/header.py", "return not Peer(owner=header.owner).dead", "return False",
+    Fault("shmsync/memory/segment_file.py", "return not Peer(owner=header.owner).dead", "return False",
           "engine/death/test_leftovers.py"),
     Fault("shmsync/memory/segment.py", "if session is not None and header.session != session:", "if False:",
           "unit/read/test_subscribe.py engine/death/test_writer_death.py"),

@@ -2,7 +2,7 @@
 //
 // It is read, not mapped: nothing in it can be changed by mistake, no row of the reader table is taken, and a file that
 // another process shortens meanwhile ends no process. The processes of the arena may run, stand still or be dead. A
-// subscriber, too, reads and checks identity and manifest before it maps anything (shmsync/memory/header.py).
+// subscriber, too, reads and checks identity and manifest before it maps anything (shmsync/memory/segment_file.py).
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <sys/stat.h>

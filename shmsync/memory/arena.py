@@ -211,10 +211,10 @@ def create(
         else:
             size = slab.slab_bytes(slots, manifest.slot_bytes)
             try:
-                memory = slab.beside(device, size)
+                memory = slab.on_device(device, size)
             except NoSpace:  # what closed publishers have kept is freed only now: that may wait for the whole device
                 free_unused()
-                memory = slab.beside(device, size)
+                memory = slab.on_device(device, size)
         try:
             on_device = None if device is None else OnDevice(device, memory.readonly)
             created = segment.create(

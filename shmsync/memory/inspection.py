@@ -15,11 +15,11 @@ from pathlib import Path
 
 from .. import _native
 from ..errors import ArenaCorrupt, ArenaNotFound, ShmSyncError
-from .header import check_readable, may_live, opened, read_header, read_manifest
 from .leftovers import names as all_names
 from .manifest import Manifest
 from .process import Peers, me, pid_of, refusals
 from .segment import figures
+from .segment_file import check_readable, may_live, opened, read_header, read_manifest
 from .slab import slab_bytes
 
 

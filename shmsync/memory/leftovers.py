@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 from .. import _native
 from ..errors import ArenaCorrupt, ArenaExists, ArenaNotFound, ShmSyncError
-from . import header as _header
-from .header import FOLDER, NAME, PREFIX, check_readable, may_live, opened, path_of, read_header
+from . import segment_file
 from .process import me, pid_of, refusals
+from .segment_file import FOLDER, NAME, PREFIX, check_readable, may_live, opened, path_of, read_header
 
 _log = logging.getLogger("shmsync")
 _MADE_UP = re.compile(r"[0-9]+-[0-9a-f]{12}")
@@ -87,7 +87,7 @@ def sweep(name: str) -> int | None:
     with taken(name) as dead:
         if dead is None:
             return None
-        _header.unlink(name, dead.inode)
+        segment_file.unlink(name, dead.inode)
         log_removed(name)
         return dead.version
 

@@ -19,8 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from .. import _native
-from ..errors import ArenaCorrupt, ArenaExists, ArenaNotFound, NoSpace, WriterDied
-from .header import (
+from ..errors import ArenaCorrupt, ArenaExists, ArenaNotFound, WriterDied
+from .leftovers import Dead, log_removed, new_name, sweep_some, taken
+from .manifest import Manifest
+from .process import Peer, close, close_in_children, hold_for_life, me, pid_of, refusals
+from .segment_file import (
     FOLDER,
     NAME,
     check_ours,
@@ -30,9 +33,6 @@ from .header import (
     read_manifest,
     unlink,
 )
-from .leftovers import Dead, log_removed, new_name, sweep_some, taken
-from .manifest import Manifest
-from .process import Peer, close, close_in_children, hold_for_life, me, pid_of, refusals
 
 T = TypeVar("T")
 
@@ -101,11 +101,11 @@ def last_version(name: str) -> int:
 
 
 def create(name: str, size: int, *, follows: int, **header: Any) -> Created:
-    """Make the segment of an arena; sweeps what dead publishers left. Raises NoSpace. `follows`: last_version()."""
+    """Make the segment of an arena; sweeps what dead publishers left. Raises OSError. `follows`: last_version()."""
     sweep_some()
     fd = _with_room_for(lambda: os.open(FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
     try:
-        _allocate(fd, size)
+        _with_room_for(lambda: os.posix_fallocate(fd, 0, size))  # ftruncate alone would leave a SIGBUS for later
         created = Created(_native.Control.create(fd=fd, **header), name, follows)
         try:
             created.fds.append(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
@@ -116,16 +116,6 @@ def create(name: str, size: int, *, follows: int, **header: Any) -> Created:
         return created
     finally:
         close(fd)
-
-
-def _allocate(fd: int, size: int) -> None:
-    try:
-        _with_room_for(lambda: os.posix_fallocate(fd, 0, size))  # ftruncate alone would leave a SIGBUS for later
-    except OSError as error:
-        raise NoSpace(
-            f"the control segment needs {size:,} bytes of {FOLDER} but got: {error.strerror}; make it larger, or "
-            "close other publishers. `shmsync gc` removes what killed ones left there"
-        ) from error
 
 
 def _with_room_for(call: Callable[[], T]) -> T:
@@ -227,12 +217,13 @@ def _checked(name: str, session: bytes | None, fd: int) -> Attachable:
         )
     check_ours(name, fd)
     manifest = read_manifest(name, fd, header)
-    if (header.boot_id, header.pid_namespace) != here[1:]:
-        what = "boot of the machine" if header.boot_id != here.boot_id else "pid namespace (container)"
-        raise ArenaNotFound(
-            f"arena {name!r} is of another {what}; run publisher and subscriber in the same container or virtual "
-            "machine"
-        )
+    for what in ("boot_id", "pid_namespace"):
+        found, needed = getattr(header, what), getattr(here, what)
+        if found != needed:
+            raise ArenaNotFound(
+                f"arena {name!r} has {what.replace('_', ' ')} {found!r} but {needed!r} is needed; run publisher and "
+                "subscriber in the same container or virtual machine"
+            )
     if Peer(owner=header.owner).dead:
         raise WriterDied(f"the publisher of arena {name!r} (pid {pid_of(header.owner)}) is dead; start it again")
     return Attachable(_native.Control.attach(fd, header), header, manifest)

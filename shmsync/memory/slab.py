@@ -101,7 +101,7 @@ def create(slots: int, slot_bytes: int, session: bytes, name: str) -> Slab:
         return slab
 
 
-def beside(device: Any, size: int) -> Slab:
+def on_device(device: Any, size: int) -> Slab:
     """A slab that lies on a device. Its descriptor is of an empty file, which is there as long as this program runs."""
     fd = os.memfd_create("shmsync-owner", os.MFD_CLOEXEC)
     try:

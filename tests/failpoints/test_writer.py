@@ -168,7 +168,7 @@ def test_a_close(start, name, hold, point, slots, consistency):
         swept(name, handle)
 
 
-CREATION = ["slab.created", "segment.allocated", "create.mapped", "create.written", "segment.locked"]
+CREATION = ["slab.created", "segment.opened", "create.mapped", "create.written", "segment.locked"]
 CREATION += ["ready.before", "ready.after", "segment.nameless", "segment.named"]
 
 

@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from shmsync import _native
-from shmsync.memory import header, leftovers, segment, slab
+from shmsync.memory import leftovers, segment, segment_file, slab
 from support import processes
 from support.weights import stamp
 from support.worker import Gone
@@ -33,11 +33,11 @@ USUAL = [("kill", 1, "pinned"), ("kill", 2, "optimistic"), ("stop", 1, "optimist
 # What Python does: (where the function is found, its name, the point before it, the point after it).
 AROUND = [
     (slab, "create", None, "slab.created"),
-    (segment, "_allocate", None, "segment.allocated"),
+    (segment, "_with_room_for", None, "segment.opened"),
     (segment, "hold_for_life", None, "segment.locked"),
     (segment, "_named", "segment.nameless", "segment.named"),
     (slab, "attach", None, "slab.attached"),
-    (header, "unlink", "sweep.locked", "sweep.unlinked"),
+    (segment_file, "unlink", "sweep.locked", "sweep.unlinked"),
     (segment, "withdraw", "withdraw.before", "withdraw.after"),
 ]
 NATIVE = Path(__file__).parents[3] / "native"
