@@ -1,46 +1,41 @@
 // The control segment, mapped. Owns the mapping and hands its parts to the core.
 #pragma once
 
+#include <array>
 #include <cstdint>
-#include <string>
+#include <string_view>
 
 #include "shmsync/publication.hpp"
 #include "shmsync/read_side.hpp"
 
 namespace shmsync::bind {
 
-// What the creator of a segment writes once. The caller has sized `fd` already.
-struct IdentitySpec {
-  std::string session;  // 16 bytes
-  std::uint64_t owner;
-  std::string boot_id;  // 16 bytes
-  std::uint64_t pid_namespace;
-  std::uint32_t slots;
-  std::uint32_t readers;
-  std::uint64_t slot_bytes;
-  std::uint32_t slab_kind;
-  std::int32_t slab_fd;
-  std::uint64_t slab_inode;
-  std::string slab_handle;  // at most kHandleBytes
-  std::uint64_t fingerprint;
-  std::uint64_t follows;  // the last version of the dead publisher that had this name; 0: of none
+// The identity of a control segment as it was read from its file, not checked yet.
+struct Header {
+  alignas(Identity) std::array<std::byte, sizeof(Identity)> bytes;
+  bool ready = false;
+  std::uint64_t file_bytes = 0;
+
+  const Identity& identity() const { return *reinterpret_cast<const Identity*>(bytes.data()); }
+  // Are slots, readers and manifest as many as there may be, and do they fill the file? All others read past its end.
+  bool fits() const;
+  Layout layout() const;  // of one that fits
 };
 
-// The bytes of an identity that its CRC covers: all but the CRC itself and `ready`.
-std::string covered_by_crc(const Identity& identity);
+// CRC-32 of the bytes of an identity, but for the CRC itself and `ready`.
+std::uint32_t crc_of(const Identity& identity);
 
 class Control {
  public:
-  static Control* create(int fd, const IdentitySpec& spec, const std::string& manifest);
+  // The caller has sized `fd`. Of the identity it gives what depends on neither the layout nor the manifest.
+  static Control* create(int fd, Identity& identity, std::string_view manifest);
   // Maps the reader rows writable, and everything before them read-only.
-  static Control* attach(int fd, std::uint32_t slots, std::uint32_t readers, std::uint64_t manifest_bytes);
+  static Control* attach(int fd, const Header& header);
   ~Control();
   Control(const Control&) = delete;
   Control& operator=(const Control&) = delete;
 
-  std::string identity_bytes() const;  // the bytes that the CRC covers; see covered_by_crc()
-  void make_ready(std::uint32_t crc);
-  std::string manifest() const;
+  void make_ready();
 
   Identity& identity() const { return *reinterpret_cast<Identity*>(base_); }
   PublicationLine& publication() const { return *reinterpret_cast<PublicationLine*>(base_ + kPublicationOffset); }
@@ -50,14 +45,13 @@ class Control {
   std::uint32_t slot_count() const { return slots_; }
 
  private:
-  Control(std::byte* base, Layout layout, std::uint32_t slots, std::uint32_t readers, std::uint64_t manifest_bytes)
-      : base_(base), layout_(layout), slots_(slots), readers_(readers), manifest_bytes_(manifest_bytes) {}
+  Control(std::byte* base, Layout layout, std::uint32_t slots, std::uint32_t readers)
+      : base_(base), layout_(layout), slots_(slots), readers_(readers) {}
 
   std::byte* base_;
   Layout layout_;
   std::uint32_t slots_;
   std::uint32_t readers_;
-  std::uint64_t manifest_bytes_;
 };
 
 // The number of forks between the load of this module and this process. A handle made under another number belongs to

@@ -1,4 +1,4 @@
-// Memory services for Python: populating, mapping the slab read-only, also in forked children; the control segment.
+// Memory services for Python: populating, mapping the slab read-only; the control segment.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -9,12 +9,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
-#include <mutex>
 #include <optional>
 #include <system_error>
 #include <tuple>
@@ -32,48 +30,9 @@ namespace {
 
 std::atomic<std::uint64_t> g_forks{0};
 
-// Writable mappings of slabs in this process. A forked child gets them read-only: it is not the publisher, and a
-// stray optimizer step there must not reach the weights. A fixed array: the handler runs between fork and the
-// child's first instruction, where no lock may be taken and nothing allocated.
-struct WritableMapping {
-  std::atomic<std::uintptr_t> address{0};
-  std::size_t bytes = 0;
-  int fd = -1;
-};
-constexpr std::size_t kMappings = 1024;
-WritableMapping g_writable[kMappings];
-std::mutex g_writable_lock;
-
 void in_child() {
   g_forks.fetch_add(1, std::memory_order_relaxed);
   faults_after_fork();
-  for (auto& mapping : g_writable) {
-    const auto address = mapping.address.load(std::memory_order_relaxed);
-    if (address == 0) continue;
-    // A new mapping, not mprotect: the sealed memfd refuses to make it writable again.
-    if (mmap(reinterpret_cast<void*>(address), mapping.bytes, PROT_READ, MAP_SHARED | MAP_FIXED, mapping.fd, 0) ==
-        MAP_FAILED)
-      mprotect(reinterpret_cast<void*>(address), mapping.bytes, PROT_READ);
-    mapping.address.store(0, std::memory_order_relaxed);
-  }
-}
-
-void protect_in_children(std::uintptr_t address, std::size_t bytes, int fd) {
-  const std::lock_guard lock(g_writable_lock);
-  for (auto& mapping : g_writable) {
-    if (mapping.address.load(std::memory_order_relaxed) != 0) continue;
-    mapping.bytes = bytes;
-    mapping.fd = fd;
-    mapping.address.store(address, std::memory_order_release);
-    return;
-  }
-  throw std::runtime_error("more than 1024 publishers in one process");
-}
-
-void unprotect_in_children(std::uintptr_t address) {
-  const std::lock_guard lock(g_writable_lock);
-  for (auto& mapping : g_writable)
-    if (mapping.address.load(std::memory_order_relaxed) == address) mapping.address.store(0, std::memory_order_release);
 }
 
 void map_readonly_over(std::uintptr_t address, std::size_t bytes, int fd) {
@@ -115,7 +74,6 @@ void bind_memory(nb::module_& m) {
 
   m.attr("MAGIC") = kMagic;
   m.attr("ABI") = kAbi;
-  m.attr("ENDIAN_TAG") = kEndianTag;
   m.attr("SLAB_CUDA") = static_cast<std::uint32_t>(SlabKind::cuda);
   m.attr("MAX_DEVICE_SLOTS") = kMaxDeviceSlots;
   m.attr("HANDLE_BYTES") = kHandleBytes;
@@ -128,9 +86,6 @@ void bind_memory(nb::module_& m) {
         return Layout::of(slots, readers, manifest_bytes).segment_bytes;
       },
       "slots"_a, "readers"_a, "manifest_bytes"_a, "Size of a control segment in bytes.");
-  m.def(
-      "manifest_offset", [](std::uint32_t slots) { return Layout::of(slots, 0, 0).manifest_offset; }, "slots"_a,
-      "Where the manifest's JSON starts, in bytes from the start of the segment.");
   m.attr("MAX_VERSION") = kMaxVersion;
   m.def("pack_owner", &pack_owner, "pid"_a, "start_ticks"_a, "image"_a, "The owner word of a program in a process.");
   m.def("image_from", &image_from<std::vector<std::uint64_t>>, "words"_a,
@@ -139,14 +94,12 @@ void bind_memory(nb::module_& m) {
         "Can these owner words be of the same program in the same process? An unknown image may be any.");
   m.def("pid_of", &pid_of, "owner"_a, "The pid in an owner word.");
   m.def("fork_generation", &fork_generation, "Number of forks between the load of this module and this process.");
-  m.def("protect_in_children", &protect_in_children, "address"_a, "bytes"_a, "fd"_a,
-        "Have forked children map this range read-only.");
-  m.def("unprotect_in_children", &unprotect_in_children, "address"_a);
   m.def("map_readonly_over", &map_readonly_over, "address"_a, "bytes"_a, "fd"_a,
         "Replace the mapping at address by a read-only one of fd.");
   m.def("watch_faults", &watch_faults, "address"_a, "bytes"_a, "name"_a,
         "Have a fault in this range explained by the name of its arena; False when too many are watched.");
   m.def("unwatch_faults", &unwatch_faults, "address"_a, "The range that starts there is no arena's any more.");
+  m.def("is_watched", &is_watched, "address"_a, "Does it lie in a range that is watched?");
   m.def("populate", &populate, "address"_a, "bytes"_a, "Touch every page of a writable mapping.");
   nb::class_<ReaderTable::Row>(m, "Row",
                                "One row of the reader table at one look. `acked` is that of `worker`, or 0; the other "
@@ -185,39 +138,30 @@ void bind_memory(nb::module_& m) {
           [](int fd, nb::bytes session, std::uint64_t owner, nb::bytes boot_id, std::uint64_t pid_namespace,
              std::uint32_t slots, std::uint32_t readers, std::uint64_t slot_bytes, std::uint32_t slab_kind,
              std::int32_t slab_fd, std::uint64_t slab_inode, nb::bytes slab_handle, std::uint64_t fingerprint,
-             nb::bytes manifest, std::uint64_t follows) {
-            return Control::create(fd,
-                                   IdentitySpec{{session.c_str(), session.size()},
-                                                owner,
-                                                {boot_id.c_str(), boot_id.size()},
-                                                pid_namespace,
-                                                slots,
-                                                readers,
-                                                slot_bytes,
-                                                slab_kind,
-                                                slab_fd,
-                                                slab_inode,
-                                                {slab_handle.c_str(), slab_handle.size()},
-                                                fingerprint,
-                                                follows},
-                                   {manifest.c_str(), manifest.size()});
+             nb::bytes manifest) {
+            Identity identity{};
+            if (session.size() != sizeof identity.session || boot_id.size() != sizeof identity.boot_id)
+              throw std::invalid_argument("session and boot id are 16 bytes");
+            if (slab_handle.size() > kHandleBytes) throw std::invalid_argument("the handle of a slab is too long");
+            std::memcpy(identity.session, session.c_str(), session.size());
+            identity.owner = owner;
+            std::memcpy(identity.boot_id, boot_id.c_str(), boot_id.size());
+            identity.pid_namespace = pid_namespace;
+            identity.slots = slots;
+            identity.readers = readers;
+            identity.slot_bytes = slot_bytes;
+            identity.slab_kind = slab_kind;
+            identity.slab_fd = slab_fd;
+            identity.slab_inode = slab_inode;
+            std::memcpy(identity.slab_handle, slab_handle.c_str(), slab_handle.size());
+            identity.fingerprint = fingerprint;
+            return Control::create(fd, identity, {manifest.c_str(), manifest.size()});
           },
           nb::kw_only(), "fd"_a, "session"_a, "owner"_a, "boot_id"_a, "pid_namespace"_a, "slots"_a, "readers"_a,
           "slot_bytes"_a, "slab_kind"_a, "slab_fd"_a, "slab_inode"_a, "slab_handle"_a, "fingerprint"_a, "manifest"_a,
-          "follows"_a, nb::rv_policy::take_ownership)
-      .def_static("attach", &Control::attach, "fd"_a, "slots"_a, "readers"_a, "manifest_bytes"_a,
-                  nb::rv_policy::take_ownership)
-      .def("identity_bytes",
-           [](const Control& c) {
-             const auto s = c.identity_bytes();
-             return nb::bytes(s.data(), s.size());
-           })
-      .def("make_ready", &Control::make_ready, "crc"_a)
-      .def("manifest",
-           [](const Control& c) {
-             const auto s = c.manifest();
-             return nb::bytes(s.data(), s.size());
-           })
+          nb::rv_policy::take_ownership)
+      .def_static("attach", &Control::attach, "fd"_a, "header"_a, nb::rv_policy::take_ownership)
+      .def("make_ready", &Control::make_ready)
       .def(
           "claim",
           [](Control& c, std::uint64_t me, std::int32_t worker) -> nb::object {

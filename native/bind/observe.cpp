@@ -2,13 +2,12 @@
 //
 // It is read, not mapped: nothing in it can be changed by mistake, no row of the reader table is taken, and a file that
 // another process shortens meanwhile ends no process. The processes of the arena may run, stand still or be dead. A
-// subscriber, too, reads and checks the identity before it maps anything (shmsync/memory/segment.py).
+// subscriber, too, reads and checks identity and manifest before it maps anything (shmsync/memory/segment_file.py).
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstddef>
@@ -41,20 +40,6 @@ bool read_at(int fd, void* to, std::size_t size, std::size_t at) {
   return true;
 }
 
-std::uint64_t size_of(int fd) {
-  struct stat info;
-  if (fstat(fd, &info) != 0) throw std::system_error(errno, std::generic_category(), "fstat");
-  return static_cast<std::uint64_t>(info.st_size);
-}
-
-// The identity of a segment as it was read, not checked yet.
-struct Header {
-  alignas(Identity) std::array<std::byte, sizeof(Identity)> bytes;
-  bool ready = false;
-  std::uint64_t file_bytes = 0;
-  const Identity& identity() const { return *reinterpret_cast<const Identity*>(bytes.data()); }
-};
-
 template <auto Member>
 auto word(const Header& header) {
   return header.identity().*Member;
@@ -73,8 +58,10 @@ std::optional<Header> read_identity(int fd) {
   // SYNC ready: acquire; pairs with make_ready(). What is read after it is complete if it was ready.
   std::atomic_thread_fence(std::memory_order_acquire);
   if (!read_at(fd, header.bytes.data(), header.bytes.size(), 0)) return {};
+  struct stat info;
+  if (fstat(fd, &info) != 0) throw std::system_error(errno, std::generic_category(), "fstat");
   header.ready = ready != 0;
-  header.file_bytes = size_of(fd);
+  header.file_bytes = static_cast<std::uint64_t>(info.st_size);
   return header;
 }
 
@@ -92,12 +79,10 @@ bool read_publication(int fd, std::uint64_t& current, std::uint32_t& state) {
   return true;
 }
 
-nb::object read_state(int fd, std::uint32_t slots, std::uint32_t readers, std::uint64_t manifest_bytes) {
-  const std::uint64_t file = size_of(fd);
-  if (slots > kMaxSlots || readers > kMaxReaders || manifest_bytes > file) return nb::none();
-  const Layout layout = Layout::of(slots, readers, manifest_bytes);
-  if (layout.segment_bytes > file) return nb::none();
-
+nb::object read_state(int fd, const Header& header) {
+  if (!header.fits()) return nb::none();
+  const Layout layout = header.layout();
+  const std::uint32_t slots = header.identity().slots, readers = header.identity().readers;
   std::uint64_t current = 0;
   std::uint32_t state = 0;
   alignas(SlotLine) std::byte lines[kMaxSlots * sizeof(SlotLine)];
@@ -131,11 +116,12 @@ nb::object read_state(int fd, std::uint32_t slots, std::uint32_t readers, std::u
   return d;
 }
 
-nb::object read_manifest(int fd, std::uint32_t slots, std::uint64_t manifest_bytes) {
-  if (slots > kMaxSlots || manifest_bytes > size_of(fd)) return nb::none();
-  const std::unique_ptr<char[]> text(new char[manifest_bytes]);
-  if (!read_at(fd, text.get(), manifest_bytes, Layout::of(slots, 0, 0).manifest_offset)) return nb::none();
-  return nb::bytes(text.get(), manifest_bytes);
+nb::object read_manifest(int fd, const Header& header) {
+  if (!header.fits()) return nb::none();
+  const std::size_t size = header.identity().manifest_bytes;
+  const std::unique_ptr<char[]> text(new char[size]);
+  if (!read_at(fd, text.get(), size, header.layout().manifest_offset)) return nb::none();
+  return nb::bytes(text.get(), size);
 }
 
 }  // namespace
@@ -145,11 +131,13 @@ void bind_observe(nb::module_& m) {
       m, "Header",
       "The identity of a control segment as it was read, not checked yet: native/include/shmsync/layout.hpp.")
       .def_ro("ready", &Header::ready)
-      .def_ro("file_bytes", &Header::file_bytes, "Size of the file; attach() wants it equal to segment_bytes.")
+      .def_ro("file_bytes", &Header::file_bytes, "Size of the file.")
+      .def_prop_ro("fits", &Header::fits, "Do slots, rows and manifest, within their limits, fill the file?")
+      .def_prop_ro(
+          "intact", [](const Header& header) { return header.identity().crc == crc_of(header.identity()); },
+          "Is the crc that of these words?")
       .def_prop_ro("magic", &word<&Identity::magic>)
       .def_prop_ro("abi", &word<&Identity::abi>)
-      .def_prop_ro("endian", &word<&Identity::endian>)
-      .def_prop_ro("segment_bytes", &word<&Identity::segment_bytes>)
       .def_prop_ro("session", &octets<&Identity::session>)
       .def_prop_ro("owner", &word<&Identity::owner>)
       .def_prop_ro("boot_id", &octets<&Identity::boot_id>)
@@ -162,26 +150,17 @@ void bind_observe(nb::module_& m) {
       .def_prop_ro("slab_inode", &word<&Identity::slab_inode>)
       .def_prop_ro("slab_handle", &octets<&Identity::slab_handle>,
                    "By which the memory of a device is opened; else zeros.")
-      .def_prop_ro("manifest_offset", &word<&Identity::manifest_offset>)
       .def_prop_ro("manifest_bytes", &word<&Identity::manifest_bytes>)
-      .def_prop_ro("fingerprint", &word<&Identity::fingerprint>)
-      .def_prop_ro("crc", &word<&Identity::crc>)
-      .def_prop_ro(
-          "covered",
-          [](const Header& header) {
-            const std::string covered = covered_by_crc(header.identity());
-            return nb::bytes(covered.data(), covered.size());
-          },
-          "The bytes that the crc covers.");
+      .def_prop_ro("fingerprint", &word<&Identity::fingerprint>);
   m.def("read_identity", &read_identity, "fd"_a,
         "The identity of a control segment; None when the file is too short to hold one.");
-  m.def("read_state", &read_state, "fd"_a, "slots"_a, "readers"_a, "manifest_bytes"_a,
-        nb::sig("def read_state(fd: int, slots: int, readers: int, manifest_bytes: int) -> dict | None"),
+  m.def("read_state", &read_state, "fd"_a, "header"_a,
+        nb::sig("def read_state(fd: int, header: Header) -> dict | None"),
         "What publication, slots and reader table of a segment say now, without mapping it; None when it is shorter "
-        "than these sizes need. `rows`: a Row for each that is claimed.");
-  m.def("read_manifest", &read_manifest, "fd"_a, "slots"_a, "manifest_bytes"_a,
-        nb::sig("def read_manifest(fd: int, slots: int, manifest_bytes: int) -> bytes | None"),
-        "The manifest of a segment, without mapping it; None when the file is too short to hold it.");
+        "than its header says. `rows`: a Row for each that is claimed.");
+  m.def("read_manifest", &read_manifest, "fd"_a, "header"_a,
+        nb::sig("def read_manifest(fd: int, header: Header) -> bytes | None"),
+        "The manifest of a segment, without mapping it; None when it is shorter than its header says.");
 }
 
 }  // namespace shmsync::bind

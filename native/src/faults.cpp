@@ -1,6 +1,5 @@
 #include "shmsync/faults.hpp"
 
-#include <pthread.h>
 #include <sys/syscall.h>
 #include <ucontext.h>
 #include <unistd.h>
@@ -28,9 +27,8 @@ constexpr std::size_t kRanges = 4096;
 Range g_ranges[kRanges];
 std::mutex g_lock;  // of those who add and remove ranges
 
-struct sigaction g_before = {};         // the handler to go on to
-std::atomic<bool> g_installed{false};   // it is known
-std::atomic<std::uintptr_t> g_said{0};  // the address of the last line: a handler that returns brings its fault again
+struct sigaction g_before = {};  // the handler to go on to
+bool g_installed = false;        // under the lock
 
 const Range* find(std::uintptr_t address) {
   for (const Range& range : g_ranges) {
@@ -91,46 +89,16 @@ void say(const Range& range) {
   line.write_to(STDERR_FILENO);
 }
 
-void set_default() {
-  struct sigaction action = {};
-  action.sa_handler = SIG_DFL;
-  sigaction(SIGSEGV, &action, nullptr);
-}
-
-// As if the handler that was there before had been called by the kernel.
-void pass_on(siginfo_t* info, void* context) {
-  struct sigaction before = {};
-  before.sa_handler = SIG_DFL;
-  if (g_installed.load(std::memory_order_acquire)) before = g_before;
-  const bool real = info->si_code > 0;
-  if (!(before.sa_flags & SA_SIGINFO) && (before.sa_handler == SIG_DFL || before.sa_handler == SIG_IGN)) {
-    if (before.sa_handler == SIG_IGN && !real) return;
-    set_default();
-    // A real fault comes again when the instruction is repeated, and ends the process as it would have: the kernel
-    // lets no thread ignore it. A signal that was sent does not come again unless it is sent again.
-    if (!real) syscall(SYS_rt_tgsigqueueinfo, getpid(), static_cast<pid_t>(syscall(SYS_gettid)), SIGSEGV, info);
-    return;
-  }
-  sigset_t mask = static_cast<ucontext_t*>(context)->uc_sigmask;  // and our return gives this one back
-  for (int each = 1; each < NSIG; ++each)
-    if (sigismember(&before.sa_mask, each) == 1) sigaddset(&mask, each);
-  if (!(before.sa_flags & SA_NODEFER)) sigaddset(&mask, SIGSEGV);
-  pthread_sigmask(SIG_SETMASK, &mask, nullptr);
-  if (before.sa_flags & SA_RESETHAND) set_default();
-  if (before.sa_flags & SA_SIGINFO)
-    before.sa_sigaction(SIGSEGV, info, context);
-  else
-    before.sa_handler(SIGSEGV);
-}
-
+// The handler that was there before is put back, and gets the signal as if ours had never been: a real fault comes
+// again when the instruction is repeated, and one that was sent is sent again.
 void on_fault(int, siginfo_t* info, void* context) {
   const int error = errno;
-  const auto address = address_of(*info, context);
-  if (address != 0 && g_said.load(std::memory_order_relaxed) != address)
-    if (const Range* range = find(address))
-      if (g_said.exchange(address, std::memory_order_relaxed) != address) say(*range);
+  if (const auto address = address_of(*info, context))
+    if (const Range* range = find(address)) say(*range);
+  sigaction(SIGSEGV, &g_before, nullptr);
+  if (info->si_code <= 0)
+    syscall(SYS_rt_tgsigqueueinfo, getpid(), static_cast<pid_t>(syscall(SYS_gettid)), SIGSEGV, info);
   errno = error;
-  pass_on(info, context);
 }
 
 // Only the default handler may be replaced later: a handler that came after ours may go on to ours, and a circle of
@@ -140,16 +108,13 @@ void install() {
   if (sigaction(SIGSEGV, nullptr, &now) != 0) return;
   const bool ours = (now.sa_flags & SA_SIGINFO) && now.sa_sigaction == on_fault;
   const bool none = !(now.sa_flags & SA_SIGINFO) && now.sa_handler == SIG_DFL;
-  if (ours || (g_installed.load(std::memory_order_relaxed) && !none)) return;
-  g_installed.store(false, std::memory_order_release);
+  if (ours || (g_installed && !none)) return;
   g_before = now;
-  g_installed.store(true, std::memory_order_release);
+  g_installed = true;
   struct sigaction action = {};
   action.sa_sigaction = on_fault;
   sigemptyset(&action.sa_mask);
-  // On the stack on which the handler before would have run. Without one, on the alternative stack if there is one:
-  // the stack may be what has overflowed.
-  action.sa_flags = SA_SIGINFO | SA_NODEFER | (none ? SA_ONSTACK : now.sa_flags & (SA_ONSTACK | SA_RESTART));
+  action.sa_flags = SA_SIGINFO | SA_ONSTACK;  // the usual stack may be what has overflowed
   sigaction(SIGSEGV, &action, nullptr);
 }
 
@@ -179,9 +144,8 @@ void unwatch_faults(std::uintptr_t begin) {
     }
 }
 
-void faults_after_fork() {
-  new (&g_lock) std::mutex;
-  g_said.store(0, std::memory_order_relaxed);
-}
+bool is_watched(std::uintptr_t address) { return find(address) != nullptr; }
+
+void faults_after_fork() { new (&g_lock) std::mutex; }
 
 }  // namespace shmsync

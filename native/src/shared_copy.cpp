@@ -1,18 +1,25 @@
 #include "shmsync/shared_copy.hpp"
 
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <memory>
 #include <new>
 #include <vector>
 
-#include "shmsync/helpers.hpp"
 #include "shmsync/spin.hpp"
 
 namespace shmsync {
 namespace {
 
+constexpr unsigned kMostHelpers = 31;  // of the process
+constexpr Nanoseconds kStay = std::chrono::seconds(2);
 constexpr Nanoseconds kLookOn = std::chrono::microseconds(100);  // for the rest of a chunk
+constexpr std::size_t kStack = std::size_t{256} << 10;
 
 std::size_t total_of(const CopyOp* ops, std::size_t count) {
   std::size_t total = 0;
@@ -20,7 +27,8 @@ std::size_t total_of(const CopyOp* ops, std::size_t count) {
   return total;
 }
 
-class Work final : public Job {
+// The plan of a copy. Its maker is a user; it goes with the last of them.
+class Work {
  public:
   Work(const CopyOp* ops, std::size_t count, std::size_t total, unsigned threads, CopyPieces copy)
       : ops_(ops), copy_(copy), chunk_(std::clamp(total / (threads * 4), kLeastChunk, kChunk)), shares_(threads) {
@@ -46,11 +54,12 @@ class Work final : public Job {
     left_.store(chunks, std::memory_order_relaxed);
   }
 
-  std::uint32_t chunks() const { return static_cast<std::uint32_t>(cuts_.size()) - 1; }
+  void keep() { users_.fetch_add(1, std::memory_order_relaxed); }
+  void drop() {
+    if (users_.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
+  }
 
-  // Called by a helper, with its plan in view: SYNC copy.call.
-  void help(unsigned number) override { take(number); }
-
+  // `first`: whose share comes first. A helper has the plan in view: SYNC copy.call.
   void take(unsigned first) {
     // SYNC seq.begin: fence(release); pairs with still(). The fence of begin() counts for what its own thread stores.
     std::atomic_thread_fence(std::memory_order_release);
@@ -100,6 +109,7 @@ class Work final : public Job {
     copy_(&part, 1);
   }
 
+  std::atomic<unsigned> users_{1};
   const CopyOp* ops_;  // the caller's: there as long as a chunk is left
   CopyPieces copy_;
   std::size_t chunk_;
@@ -114,34 +124,153 @@ Work* work_for(const CopyOp* ops, std::size_t count, std::size_t total, unsigned
   return nullptr;
 }
 
-// How long the process usually has nothing to copy between two copies. Several threads may add at once: it is a guess.
-class Pause {
- public:
-  void begins() { since_.store(monotonic_ns(), std::memory_order_relaxed); }
-  void ends() {
-    const std::uint64_t took = monotonic_ns() - since_.load(std::memory_order_relaxed);
-    const auto usual = usual_.load(std::memory_order_relaxed);
-    const auto now = static_cast<std::int64_t>(std::min<std::uint64_t>(took, 4 * kShort));
-    usual_.store(usual + (now - usual) / 4, std::memory_order_relaxed);
-  }
-  // For how long a helper should look out for the next copy. 0: it is not to be expected so soon.
-  Nanoseconds linger() const {
-    const auto usual = usual_.load(std::memory_order_relaxed);
-    return Nanoseconds(usual <= kShort ? 2 * usual : 0);
-  }
-  // A helper that lingers need not be woken. One that has gone to sleep, since others wanted its processor or the
-  // copies came later, costs more to wake than it saves of a small copy, but may linger again after it.
-  bool time_to_try() { return tries_.fetch_add(1, std::memory_order_relaxed) % 16 == 0; }
+// The helpers.
 
- private:
-  static constexpr std::int64_t kShort = 100'000;  // ns
-  std::atomic<std::uint64_t> since_{0};
-  std::atomic<std::int64_t> usual_{4 * kShort};
-  std::atomic<unsigned> tries_{0};
+enum Phase : std::uint32_t { absent, claimed, called, working, asleep };
+constexpr std::uint32_t kPhaseBits = 3, kPhaseMask = (1u << kPhaseBits) - 1;
+
+constexpr Phase phase(std::uint32_t word) { return static_cast<Phase>(word & kPhaseMask); }
+constexpr std::uint32_t with(std::uint32_t word, Phase phase) { return (word & ~kPhaseMask) | phase; }
+// Each call has its own number, so that a caller takes back its own call and no later one.
+constexpr std::uint32_t next_call(std::uint32_t word) { return (word & ~kPhaseMask) + (1u << kPhaseBits) + called; }
+
+struct alignas(kLine) Helper {
+  Word32 state;  // a number of the call and a Phase; futex: the helper sleeps on it
+  // Of the call: written while the state is `claimed`, read by the helper that took the call.
+  Work* work;
+  unsigned number;  // 1 for the first helper that was called, 2 for the next, ...
+  int processor;    // on which the caller was
+  cpu_set_t allowed;
 };
-constinit Pause g_pause;
+constinit std::array<Helper, kMostHelpers> g_helpers{};  // no destructor: a helper may outlive main()
+
+// Is this another processor than the caller's? A helper that was put there only keeps the caller from going on, so it
+// moves to another one.
+bool out_of_the_way(const Helper& me) {
+  const int here = sched_getcpu();
+  if (here != me.processor && here >= 0 && CPU_ISSET(static_cast<unsigned>(here), &me.allowed)) return true;
+  cpu_set_t others = me.allowed;
+  if (me.processor >= 0) CPU_CLR(static_cast<unsigned>(me.processor), &others);
+  return sched_setaffinity(0, sizeof others, &others) == 0;
+}
+
+extern "C" void* shmsync_helper(void* argument) {
+  Helper& me = *static_cast<Helper*>(argument);
+  pthread_setname_np(pthread_self(), "shmsync-copy");
+  for (;;) {
+    // SYNC copy.call: acquire; pairs with call_helpers(). The plan is seen as the caller made it.
+    std::uint32_t word = me.state.load(std::memory_order_acquire);
+    switch (phase(word)) {
+      case called: {
+        if (!me.state.compare_exchange_strong(word, with(word, working), std::memory_order_relaxed)) break;
+        Work& work = *me.work;
+        if (out_of_the_way(me)) work.take(me.number);
+        work.drop();
+        // SYNC copy.idle: release; pairs with call_helpers(). The next caller writes the call after we have read ours.
+        me.state.store(with(word, asleep), std::memory_order_release);
+        break;
+      }
+      case asleep:
+        if (!futex_park(me.state, word, kStay) &&
+            me.state.compare_exchange_strong(word, with(word, absent), std::memory_order_release))
+          return nullptr;
+        break;
+      default:  // claimed: a thread is about to call
+        relax_processor();
+    }
+  }
+}
+
+// Signals are for the threads that were there before; what a faulty access raises stays with the thread that made it.
+sigset_t all_but_faults() {
+  sigset_t set;
+  sigfillset(&set);
+  for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT}) sigdelset(&set, fault);
+  return set;
+}
+
+// In a forked child. What a helper of the parent was doing stays undone there, its plan unfreed.
+void forget_all() {
+  for (Helper& helper : g_helpers) helper.state.store(absent, std::memory_order_relaxed);
+}
+
+const bool g_forgets = pthread_atfork(nullptr, nullptr, forget_all) == 0;
+
+bool start(Helper& helper) {
+  pthread_attr_t attributes;
+  if (!g_forgets || pthread_attr_init(&attributes) != 0) return false;
+  pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+  pthread_attr_setstacksize(&attributes, kStack);
+  const sigset_t blocked = all_but_faults();
+  sigset_t before;
+  pthread_sigmask(SIG_BLOCK, &blocked, &before);
+  pthread_t thread;
+  const bool started = pthread_create(&thread, &attributes, shmsync_helper, &helper) == 0;
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  pthread_attr_destroy(&attributes);
+  return started;
+}
+
+// Which helpers a call reached.
+struct Called {
+  struct One {
+    unsigned helper;
+    std::uint32_t word;  // its state since
+  };
+  std::array<One, kMostHelpers> all;
+  unsigned count = 0;
+};
+
+// Calls at most `wanted` helpers. Where no thread can be started there are fewer.
+Called call_helpers(Work& work, unsigned wanted) {
+  Called reached;
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return reached;  // more processors than it has room for
+  // One for each other processor, shared by all callers: a caller that finds one at work goes without it.
+  const unsigned most = std::min(kMostHelpers, static_cast<unsigned>(CPU_COUNT(&allowed)) - 1);
+  const int processor = sched_getcpu();
+  for (unsigned i = 0; i < most && reached.count < wanted; ++i) {
+    Helper& helper = g_helpers[i];
+    std::uint32_t word = helper.state.load(std::memory_order_relaxed);
+    const Phase was = phase(word);
+    if (was != asleep && was != absent) continue;
+    // SYNC copy.idle: acquire; pairs with the helper's end of a copy.
+    if (!helper.state.compare_exchange_strong(word, with(word, claimed), std::memory_order_acquire)) continue;
+    work.keep();
+    helper.work = &work;
+    helper.number = reached.count + 1;
+    helper.processor = processor;
+    helper.allowed = allowed;
+    const std::uint32_t call = next_call(word);
+    // SYNC copy.call: release; pairs with the helper's look at its state.
+    helper.state.store(call, std::memory_order_release);
+    if (was == absent && !start(helper)) {
+      helper.state.store(with(call, absent), std::memory_order_release);
+      work.drop();
+      break;
+    }
+    if (was == asleep) futex_wake_all(helper.state);
+    reached.all[reached.count++] = {i, call};
+  }
+  return reached;
+}
+
+// Those that have not begun forget it.
+void dismiss_helpers(Work& work, const Called& reached) {
+  for (unsigned i = 0; i < reached.count; ++i) {
+    auto [helper, call] = reached.all[i];
+    if (g_helpers[helper].state.compare_exchange_strong(call, with(call, asleep), std::memory_order_release))
+      work.drop();
+  }
+}
 
 }  // namespace
+
+unsigned helpers_present() {
+  unsigned present = 0;
+  for (const Helper& helper : g_helpers) present += phase(helper.state.load(std::memory_order_relaxed)) != absent;
+  return present;
+}
 
 void copy_by_several(const CopyOp* ops, std::size_t count, unsigned threads, CopyPieces copy) {
   if (threads < 2) return copy(ops, count);
@@ -149,16 +278,11 @@ void copy_by_several(const CopyOp* ops, std::size_t count, unsigned threads, Cop
   threads = static_cast<unsigned>(std::min<std::size_t>({threads, total / kLeastChunk, kMostHelpers + 1}));
   Work* work = threads > 1 ? work_for(ops, count, total, threads, copy) : nullptr;
   if (work == nullptr) return copy(ops, count);
-  g_pause.ends();
-  const Nanoseconds linger = g_pause.linger();
-  const bool wake = total >= kWakeAbove || (linger > Nanoseconds(0) && g_pause.time_to_try());
-  const Reach reach = wake ? Reach::everybody : Reach::awake;
-  const Called called = call_helpers(*work, threads - 1, reach, linger);
+  const Called called = call_helpers(*work, threads - 1);
   work->take(0);
   dismiss_helpers(*work, called);
   work->await_others();
   work->drop();
-  g_pause.begins();
 }
 
 }  // namespace shmsync

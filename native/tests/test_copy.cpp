@@ -9,7 +9,6 @@
 
 #include "fixture.hpp"
 #include "shmsync/copy.hpp"
-#include "shmsync/helpers.hpp"
 #include "shmsync/shared_copy.hpp"
 
 using namespace shmsync;
@@ -53,7 +52,7 @@ void many_operations_with_streaming_by_their_total(unsigned threads) {
 // Sizes around the chunks' borders, in one operation and in many; guard bytes stay.
 void several_threads_copy_exactly_the_bytes_asked_for(CopyPath path) {
   for (const std::size_t bytes :
-       {kShareAbove, kShareAbove + 1, kWakeAbove + kLeastChunk - 1, kWakeAbove + 3 * kChunk}) {
+       {kShareAbove, kShareAbove + 1, kShareAbove + kLeastChunk - 1, kShareAbove + 3 * kChunk}) {
     for (const std::size_t piece : {bytes, kChunk, kChunk + 1, std::size_t{70001}}) {
       std::vector<std::byte> source(bytes), target(bytes + 2, std::byte{0xEE});
       for (std::size_t i = 0; i < bytes; ++i) source[i] = static_cast<std::byte>(i % 251);
@@ -70,7 +69,7 @@ void several_threads_copy_exactly_the_bytes_asked_for(CopyPath path) {
 // What helpers stored is there for a reader that sees the version that the caller released; TSan looks at the pairs.
 void a_version_is_whole_though_helpers_copied_parts_of_it() {
   constexpr std::uint64_t kVersions = 40;
-  const std::size_t words = (kWakeAbove + kChunk) / sizeof(std::uint64_t);  // so that helpers are woken for it
+  const std::size_t words = (kShareAbove + kChunk) / sizeof(std::uint64_t);  // so that helpers are woken for it
   const CopyPieces plain = [](const CopyOp* ops, std::size_t count) { copy(ops, count, CopyPath::plain); };
   const CopyPieces streaming = [](const CopyOp* ops, std::size_t count) { copy(ops, count, CopyPath::streaming); };
   std::vector<std::uint64_t> source(words), target(words);
@@ -115,13 +114,13 @@ void a_helper_that_comes_late_is_not_waited_for() {
   CHECK(source == target);
 }
 
-// Several threads call the same helpers, which sleep, linger, are called off or in the middle of another copy; TSan
+// Several threads call the same helpers, which sleep, are called off or in the middle of another copy; TSan
 // looks at what passes between them.
 void callers_share_the_helpers() {
   const CopyPieces plain = [](const CopyOp* ops, std::size_t count) { copy(ops, count, CopyPath::plain); };
   const auto copy_often = [plain](unsigned char seed) {
     for (int round = 0; round < 60; ++round) {
-      const std::size_t bytes = (round % 5 + 2) * kLeastChunk + (round % 2 ? kWakeAbove : 0) + seed;
+      const std::size_t bytes = (round % 5 + 2) * kLeastChunk + (round % 2 ? kShareAbove : 0) + seed;
       std::vector<std::byte> source(bytes, static_cast<std::byte>(seed + round));
       std::vector<std::byte> target(source.size());
       const std::vector<CopyOp> ops{{target.data(), source.data(), 99},
@@ -136,7 +135,7 @@ void callers_share_the_helpers() {
 }
 
 void copy_until_there_is_a_helper() {
-  std::vector<std::byte> source(kWakeAbove, std::byte{3}), target(source.size());
+  std::vector<std::byte> source(kShareAbove, std::byte{3}), target(source.size());
   const CopyOp op{target.data(), source.data(), source.size()};
   while (helpers_present() == 0) copy(&op, 1, CopyPath::automatic, 4);
 }
@@ -169,7 +168,7 @@ void a_helper_that_nobody_calls_goes() {
 void a_thread_that_cannot_be_started_is_not_needed() {
   const pid_t child = fork();
   if (child == 0) {
-    std::vector<std::byte> source(kWakeAbove + 5, std::byte{3}), target(source.size());
+    std::vector<std::byte> source(kShareAbove + 5, std::byte{3}), target(source.size());
     const rlimit none{0, RLIM_INFINITY};
     if (setrlimit(RLIMIT_AS, &none) != 0) _exit(2);
     const CopyOp op{target.data(), source.data(), source.size()};

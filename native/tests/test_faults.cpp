@@ -84,8 +84,6 @@ void check_and_leave(int number, siginfo_t* info, void*) {
   _exit(right && blocked(SIGUSR1) && blocked(SIGSEGV) ? 7 : 8);
 }
 
-void leave_nodefer(int, siginfo_t*, void*) { _exit(blocked(SIGSEGV) ? 8 : 7); }
-
 void put_right(int, siginfo_t*, void*) {
   g_calls = g_calls + 1;
   mprotect(const_cast<char*>(g_at), kRegion, PROT_READ | PROT_WRITE);
@@ -172,13 +170,6 @@ int main() {
     *g_at = 1;
   });
   CHECK(exits(called, 7) && lines(called) == 1);
-  const auto nodefer = in_child([] {
-    set(SIGSEGV, leave_nodefer, SA_NODEFER);
-    g_at = map(PROT_READ);
-    CHECK(watch_faults(address(g_at), kRegion, "a"));
-    *g_at = 1;
-  });
-  CHECK(exits(nodefer, 7));
   CHECK(exits(stack_of(SA_ONSTACK), 7));
   CHECK(exits(stack_of(0), 8));
 

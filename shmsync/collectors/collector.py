@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import secrets
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import util
 from typing import Any, SupportsIndex
 
 import cloudpickle
@@ -16,7 +16,6 @@ from torch import nn
 
 from ..engine.deadlines import names_nearest, timeout_or_default, whole
 from ..errors import ClosedError, WorkerDied
-from ..memory.process import watch_exit
 from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
 from ..schemes.devices import DeviceChoice, WorkerDevices
 from ..schemes.strategy import WeightStrategy
@@ -163,14 +162,13 @@ class MultiprocessCollector:
             for index, maker in enumerate(makers)
         ]
         self._pool = WorkerPool(specs, scheme, options, devices, start_method)
-        self._finalizer = weakref.finalize(self, self._pool.end)
+        self._finalizer = util.Finalize(self, self._pool.end, exitpriority=30)
         try:
             self._pool.start(policy)
         except BaseException:
             self._pool.end()
             raise
         self._closed = False
-        watch_exit()
 
     def __iter__(self) -> Iterator[TensorDict]:
         return self
@@ -237,7 +235,7 @@ class MultiprocessCollector:
         """
         self._closed = True
         self._pool.end()
-        self._finalizer.detach()
+        self._finalizer.cancel()
 
     def __enter__(self) -> MultiprocessCollector:
         return self

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..memory import slab
+from .. import _native
 from ..memory.arena import arena_around
 from ..memory.devices import has_address
 from ..memory.torch_modes import plainly
@@ -45,4 +45,4 @@ def _lies_in_an_arena(tensor: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided or not has_address(tensor) or tensor.is_nested:
         return False
     address = tensor.untyped_storage().data_ptr()
-    return arena_around(tensor, address) is not None or slab.is_mapped(address)
+    return arena_around(tensor, address) is not None or _native.is_watched(address)

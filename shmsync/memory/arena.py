@@ -230,6 +230,7 @@ def create(
             f"an arena on {device.name} has at most {_native.MAX_DEVICE_SLOTS} slots, not {slots}; use fewer"
         )
     with refusals(f"creating arena {name!r}"):
+        follows = segment.last_version(name)
         session = secrets.token_bytes(16)
         text = manifest.to_json()
         owner, boot_id, pid_namespace = me()
@@ -238,15 +239,16 @@ def create(
         else:
             size = slab.slab_bytes(slots, manifest.slot_bytes)
             try:
-                memory = slab.beside(device, size)
+                memory = slab.on_device(device, size)
             except NoSpace:  # what closed publishers have kept is freed only now: that may wait for the whole device
                 free_unused()
-                memory = slab.beside(device, size)
+                memory = slab.on_device(device, size)
         try:
             on_device = None if device is None else OnDevice(device, memory.readonly)
             created = segment.create(
                 name,
                 _native.segment_bytes(slots, max_readers, len(text)),
+                follows=follows,
                 session=session,
                 owner=owner,
                 boot_id=boot_id,

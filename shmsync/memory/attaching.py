@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from multiprocessing.util import is_exiting
 from typing import NamedTuple
 
 from .. import _native
@@ -11,8 +12,8 @@ from ..errors import ArenaNotFound, ReaderTableFull, WriterDied
 from . import segment, slab
 from .arena import Arena
 from .devices import OnDevice, of_kind
-from .manifest import checked_manifest
-from .process import Peers, exiting, me, refusals, watch_exit
+from .manifest import Manifest
+from .process import Peers, me, refusals
 
 _BETWEEN_LOOKS = 0.005  # seconds, while a publisher is started again
 _LAST_READS = 50_000_000  # ns; close() has waited longer, this is for what was never closed
@@ -43,15 +44,14 @@ def attach(
 
     Raises ArenaNotFound, ArenaCorrupt, WriterDied, ReaderTableFull, NoSpace.
     """
-    watch_exit()
     deadline = time.monotonic() + timeout
     with refusals(f"attaching to arena {name!r}"):
         while True:
             found = False
             try:
-                control, header = segment.attach(name, session, deadline)
+                segment_found = segment.attach(name, session, deadline)
                 found = True  # so that what is not there any more is being replaced
-                return _mapped(name, control, header, worker, peers)
+                return _mapped(name, *segment_found, worker, peers)
             except (ArenaNotFound, WriterDied) as error:
                 passes_over = pass_over_dead and (found or isinstance(error, WriterDied))
                 if not passes_over or time.monotonic() >= deadline:
@@ -59,9 +59,15 @@ def attach(
             time.sleep(_BETWEEN_LOOKS)
 
 
-def _mapped(name: str, control: _native.Control, header: _native.Header, worker: int | None, peers: Peers) -> Attached:
+def _mapped(
+    name: str,
+    control: _native.Control,
+    header: _native.Header,
+    manifest: Manifest,
+    worker: int | None,
+    peers: Peers,
+) -> Attached:
     """Map the slab that a segment leads to, and take a row."""
-    manifest = checked_manifest(name, control.manifest(), header)
     size = slab.slab_bytes(header.slots, header.slot_bytes)
     device = of_kind(header.slab_kind, name, header.slab_handle)
     owner = me().owner
@@ -130,5 +136,5 @@ def _give_back(attached: Attached) -> None:
         _unfinished.append(arena)  # a device still reads there: row and mapping stay until the process ends
         return
     arena.control.reap(row, owner, owner)  # reaping one's own row frees it
-    if not exiting():  # else a daemon thread may still read, and the memory goes with the process anyway
+    if not is_exiting():  # else a daemon thread may still read, and the memory goes with the process anyway
         arena.release()

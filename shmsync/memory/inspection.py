@@ -16,13 +16,11 @@ from pathlib import Path
 
 from .. import _native
 from ..errors import ArenaCorrupt, ArenaNotFound, ShmSyncError
-from . import header as _header
-from .header import check_readable, locked, opened
-from .leftovers import may_live
 from .leftovers import names as all_names
-from .manifest import Manifest, checked_manifest
+from .manifest import Manifest
 from .process import Peers, me, pid_of, refusals
 from .segment import figures
+from .segment_file import check_readable, may_live, opened, read_header, read_manifest
 from .slab import slab_bytes
 
 
@@ -32,7 +30,6 @@ class Condition(str, Enum):
     ALIVE = "alive"
     STOPPED = "stopped"
     DEAD = "dead"
-    NOT_READY = "not ready"  # an arena that is just being made
     UNKNOWN = "unknown"
 
 
@@ -89,7 +86,6 @@ class ArenaSeen:
 
 
 _STATES = {0: "open", 1: "closed", 2: "poisoned"}
-_CLEAN = "`shmsync gc` removes what it left"
 
 
 def look(name: str, peers: Peers) -> ArenaSeen | None:
@@ -104,14 +100,9 @@ def look(name: str, peers: Peers) -> ArenaSeen | None:
 def manifest_of(name: str) -> Manifest:
     """The manifest of an arena. Raises ArenaNotFound, ArenaCorrupt, NoSpace."""
     with refusals(f"looking at arena {name!r}"), opened(name) as fd:
-        header = None if fd is None else _native.read_identity(fd)
-        if fd is None or header is None or not header.ready:
-            raise ArenaNotFound(f"there is no arena {name!r} that is ready; `shmsync list` shows those that there are")
-        check_readable(name, header)
-        text = _native.read_manifest(fd, header.slots, header.manifest_bytes)
-    if text is None:
-        raise ArenaCorrupt(f"the segment of arena {name!r} is shorter than its header says; look again")
-    return checked_manifest(name, text, header)
+        if fd is None:
+            raise ArenaNotFound(f"there is no arena {name!r}; `shmsync list` shows those that there are")
+        return read_manifest(name, fd, read_header(name, fd))
 
 
 def command_of(pid: int) -> str:
@@ -135,27 +126,17 @@ def ties(manifest: Manifest) -> dict[int, list[str]]:
 
 
 def _look(name: str, fd: int, peers: Peers) -> ArenaSeen:
-    status = os.fstat(fd)
-    age = max(0.0, time.time() - status.st_mtime)  # stores into a mapping of it do not count as changes
-    if os.geteuid() not in (status.st_uid, 0):
-        return ArenaSeen(name, Condition.UNKNOWN, f"it is another user's, of uid {status.st_uid}", None, age)
-    header = _native.read_identity(fd)
-    if _header.foreign(header):
-        return ArenaSeen(name, Condition.UNKNOWN, "it is no segment of shmsync; see who made it", None, age)
-    if header is None or not header.ready:
-        if os.geteuid() != status.st_uid:
-            return ArenaSeen(name, Condition.UNKNOWN, _header.nobody_proven_dead(status.st_uid), None, age)
-        return _being_made(name, fd, header, age)
+    age = max(0.0, time.time() - os.fstat(fd).st_mtime)  # stores into a mapping of it do not count as changes
+    header = read_header(name, fd)
     try:
         check_readable(name, header)
+        seen = _native.read_state(fd, header)
+        if seen is None:
+            raise ArenaCorrupt("its segment is shorter than its header says")
     except ArenaCorrupt as error:
         condition = Condition.UNKNOWN if may_live(header, fd) else Condition.DEAD
         return ArenaSeen(name, condition, str(error), _pid(header), age)
-    seen = _native.read_state(fd, header.slots, header.readers, header.manifest_bytes)
     at = time.monotonic()
-    if seen is None:
-        why = "its segment is shorter than its header says"
-        return ArenaSeen(name, Condition.UNKNOWN, why, _pid(header), age)
     owner, why = _owner(header, fd, peers)
     version = int(seen["version"])
     return ArenaSeen(
@@ -190,7 +171,7 @@ def _pid(header: _native.Header) -> int | None:
 
 def _owner(header: _native.Header, fd: int, peers: Peers) -> tuple[Condition, str]:
     if not may_live(header, fd):
-        return Condition.DEAD, f"its publisher is dead; {_CLEAN}"
+        return Condition.DEAD, "its publisher is dead; `shmsync gc` removes what it left"
     if _pid(header) is None:  # its lock tells
         return Condition.ALIVE, "its publisher runs in another container (pid namespace)"
     condition = _condition(header.owner, peers, header)
@@ -205,17 +186,6 @@ def _condition(owner: int, peers: Peers, header: _native.Header) -> Condition:
         return Condition.UNKNOWN
     state = peers.state(owner).value
     return Condition.ALIVE if state == "live" else Condition(state)
-
-
-def _being_made(name: str, fd: int, header: _native.Header | None, age: float) -> ArenaSeen:
-    """An arena that is not ready: who is at work on it, or was."""
-    if not locked(fd):
-        why = f"its publisher died before the first version was published; {_CLEAN}"
-        return ArenaSeen(name, Condition.DEAD, why, None, age)
-    pid = _pid(header) if header is not None and header.owner else None
-    who = "another process" if pid is None else f"pid {pid}"
-    why = f"{who} is making it, and copies the first version; no process can attach before that is done"
-    return ArenaSeen(name, Condition.NOT_READY, why, pid, age)
 
 
 def look_at_all(names: Iterable[str] | None, peers: Peers) -> list[ArenaSeen]:

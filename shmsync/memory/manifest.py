@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
@@ -79,13 +80,16 @@ class Leaf:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Torch's own object for the dtype."""
-        return _dtypes()[self.dtype_name]
+        """Torch's own object for the dtype. Raises ArenaCorrupt where this torch has none of the name."""
+        found = _dtypes().get(self.dtype_name)
+        if found is None:
+            raise ArenaCorrupt(f"leaf {self.name!r} is {self.dtype_name[:40]}, which this torch lacks; use one version")
+        return found
 
     @cached_property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return math.prod(self.shape) * _element_bytes(self.dtype_name)
+        return math.prod(self.shape) * element_bytes(self.dtype_name)
 
     @cached_property
     def name(self) -> str:
@@ -178,20 +182,6 @@ class Manifest:
             raise ArenaCorrupt(f"the arena's manifest cannot be read: {str(error)[:500]}") from error
 
 
-# Bytes of an element, for the dtypes that every supported torch has. Torch is asked for the others.
-ELEMENT_BYTES = {
-    name: size
-    for size, names in {
-        1: ("bool", "int8", "uint8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
-        2: ("int16", "uint16", "float16", "bfloat16"),
-        4: ("int32", "uint32", "float32", "complex32"),
-        8: ("int64", "uint64", "float64", "complex64"),
-        16: ("complex128",),
-    }.items()
-    for name in names
-}
-
-
 @cache
 def _dtypes() -> dict[str, torch.dtype]:
     """Torch's dtypes by name.
@@ -203,13 +193,13 @@ def _dtypes() -> dict[str, torch.dtype]:
     return {str(value)[6:]: value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
-def _element_bytes(dtype_name: str) -> int:
-    if dtype_name in ELEMENT_BYTES:
-        return ELEMENT_BYTES[dtype_name]
-    dtype = _dtypes().get(dtype_name)
-    if dtype is None:
-        raise ValueError(f"torch has no dtype {dtype_name[:40]!r}")
-    return dtype.itemsize
+@cache
+def element_bytes(dtype_name: str) -> int:
+    """Bytes of an element, by the bits that torch's names of dtypes tell. Raises ValueError for another name."""
+    bits = re.search(r"\d+", dtype_name)
+    if bits is None and dtype_name != "bool":
+        raise ValueError(f"there is no dtype {dtype_name[:40]!r}")
+    return max(1, int(bits.group()) // 8) if bits else 1
 
 
 def _leaf(entry: Any, slot_bytes: int) -> Leaf:

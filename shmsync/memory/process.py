@@ -1,18 +1,17 @@
-"""Processes: who they are, whether they live, how this one ends, and what the system refuses them.
+"""Processes: who they are, whether they live, and what the system refuses them.
 
 Identity is pid + start ticks (field 22 of /proc/<pid>/stat) + image + boot id, in a pid namespace. A pid alone is
 reused, and creation times computed from the wall clock move with it. The image stands for the program that the process
 runs: exec keeps pid and start ticks, and drops the mappings of the program before.
 
-Liveness is a pidfd: open it, then compare the owner word, then poll it, and compare again when it shows no end, since
-a pidfd survives exec. Never the state letter of /proc/<pid>/stat: a process whose leader exited shows Z while its
-threads run on. Where the pid cannot be seen, in another pid namespace, a lock that is held for life tells (is_held()).
-Whatever cannot be found out, for lack of a descriptor or of memory, counts as alive.
+Liveness is a pidfd: open it, poll it, then compare the owner word, since the pid may have been reused before it was
+opened, and since it survives exec. Never the state letter of /proc/<pid>/stat: a process whose leader exited shows Z
+while its threads run on. Where the pid cannot be seen, in another pid namespace, a lock that is held for life tells
+(is_held()). Whatever cannot be found out, for lack of a descriptor or of memory, counts as alive.
 """
 
 from __future__ import annotations
 
-import atexit
 import errno
 import fcntl
 import multiprocessing
@@ -27,9 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import lru_cache
-from multiprocessing import util
-from multiprocessing.context import ForkServerProcess
-from multiprocessing.process import BaseProcess
+from multiprocessing.util import is_exiting
 from typing import Any, NamedTuple, TypeVar
 
 from .. import _native
@@ -58,15 +55,11 @@ class Identity(NamedTuple):
 # Of /proc/<pid>/stat, counted from its third field: start and end of the code, start of the stack, start and end of the
 # data, start of the heap. Not the addresses of arguments and environment, which programs that rename themselves move.
 _STATE, _TICKS, _IMAGE = 0, 19, (23, 24, 25, 42, 43, 44)
-_STOPPED = ("T", "t")  # by a signal, by a debugger
 
 
 def _stat_fields(pid: int) -> list[str]:
-    fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        text = os.read(fd, 4096).decode("utf-8", "replace")
-    finally:
-        close(fd)
+    with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+        text = file.read(4096).decode("utf-8", "replace")
     return text[text.rindex(")") + 2 :].split()  # the name before it may hold spaces and parentheses
 
 
@@ -132,65 +125,54 @@ class Peer:
         self.fd: int | None = None  # a pidfd, which poll() finds readable when the process has ended
         self._closing: weakref.finalize[..., Any] | None = None
         self._replaced = False  # by another program
-        self._dead = self.pid == 0 or self._exit_code is not None  # pid 0 is in rows of no owner, or garbage
-        if not self._dead:
-            self._open()
+        self._ended = self.pid == 0 or self._exit_code is not None  # pid 0 is in rows of no owner, or garbage
+        self._ended = self.dead
 
     def introduce(self, owner: int) -> None:
         """The program in this Process has said who it is. Does nothing when that is another process, or known."""
         if not self._owner and pid_of(owner) == self.pid:
             self._owner = owner
 
-    def _open(self) -> None:
-        try:
-            self.fd = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            self._dead = True
-            return
-        except OSError:  # no descriptor is free, or this sandbox has no pidfd
-            pass
-        else:
-            self._closing = weakref.finalize(self, close, self.fd)
-        self._dead = not self._may_be_itself()  # the pid may have been reused before we opened it
-
-    def _may_be_itself(self) -> bool:
-        """False if the pid belongs to another process now, or to none, or runs another program."""
-        if not self._owner:
-            return True
-        try:
-            found = owner_word(self.pid)
-        except (FileNotFoundError, ProcessLookupError):  # it is gone; or hidden from us, but there
-            return exists(self.pid) and (self.fd is None or not self._shows_its_end(0))
-        except (OSError, ValueError):  # we could not find out, which does not mean dead
-            return True
-        self._replaced = not _native.may_be_same_owner(found, self._owner)
-        return not self._replaced
-
     @property
     def dead(self) -> bool:
         """Has it ended? A stopped process has not."""
-        return self.ends_within(0)
+        if not self._ended:
+            try:
+                self._ended = self._shows_its_end() or not self._may_be_itself()
+            except ProcessLookupError:
+                self._ended = True
+        return self._ended
 
     @property
     def stopped(self) -> bool:
         """Is it stopped (SIGSTOP, a debugger)? False when that cannot be found out."""
         return _is_stopped(self.pid) and not self.dead
 
-    def ends_within(self, seconds: float) -> bool:
-        """Wait at most `seconds` for its end. Has it ended?"""
-        if not self._dead:
-            if self.fd is None:
-                self._open()
-            else:
-                self._dead = self._shows_its_end(seconds) or not self._may_be_itself()
-        return self._dead
-
-    def _shows_its_end(self, seconds: float) -> bool:
-        assert self.fd is not None
+    def _shows_its_end(self) -> bool:
+        if self.fd is None:
+            try:
+                self.fd = os.pidfd_open(self.pid)
+            except ProcessLookupError:
+                raise
+            except OSError:  # no descriptor is free, or this sandbox has no pidfd
+                return False
+            self._closing = weakref.finalize(self, close, self.fd)
         poller = select.poll()
         poller.register(self.fd, select.POLLIN)
-        # POLLIN alone means dead; a closed descriptor shows POLLNVAL.
-        return any(events & select.POLLIN for _, events in poll(poller, int(seconds * 1000)))
+        return any(events & select.POLLIN for _, events in poll(poller, 0))  # a closed descriptor shows POLLNVAL
+
+    def _may_be_itself(self) -> bool:
+        """False if the pid belongs to another process now, or runs another program."""
+        if not self._owner:
+            return True
+        try:
+            found = owner_word(self.pid)
+        except (FileNotFoundError, ProcessLookupError):  # it is gone; or hidden from us, but there
+            return exists(self.pid)
+        except (OSError, ValueError):  # we could not find out, which does not mean dead
+            return True
+        self._replaced = not _native.may_be_same_owner(found, self._owner)
+        return not self._replaced
 
     @property
     def _exit_code(self) -> int | None:
@@ -218,7 +200,7 @@ class Peer:
 def _is_stopped(pid: int) -> bool:
     """Does the kernel show this pid as stopped? Ask this before whether the process lives: its pid may be reused."""
     try:
-        return _stat_fields(pid)[_STATE] in _STOPPED
+        return _stat_fields(pid)[_STATE] in ("T", "t")  # by a signal, by a debugger
     except (OSError, ValueError):  # it is gone, or that could not be found out
         return False
 
@@ -238,7 +220,7 @@ class Peers:
                 peer = self._known[owner] = Peer(owner=owner)
             alive = not peer.dead
             if not alive or peer.fd is None:
-                self._forget(owner)
+                self._known.pop(owner).close()
             return alive
 
     def state(self, owner: int) -> ProcessState:
@@ -257,7 +239,7 @@ class Peers:
         """Close the pidfds of all other processes."""
         with self._lock:
             for owner in self._known.keys() - owners:
-                self._forget(owner)
+                self._known.pop(owner).close()
 
     def __len__(self) -> int:
         return len(self._known)
@@ -265,11 +247,6 @@ class Peers:
     def close(self) -> None:
         """Close every pidfd."""
         self.keep_only(set())
-
-    def _forget(self, owner: int) -> None:
-        peer = self._known.pop(owner, None)
-        if peer is not None:
-            peer.close()
 
 
 # A lock of an open file description tells that its holder lives, in whatever pid namespace.
@@ -298,12 +275,10 @@ def is_held(fd: int) -> bool:
 # A fork, and the end of this process.
 
 _closed_in_children: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
-_exiting = False
-_first: util.Finalize | None = None
 
 
 def close_in_children(held: T, close_it: Callable[[T], None]) -> None:
-    """Call close_it(held) in forked children, which would else keep its descriptors as long as they live."""
+    """Call close_it(held) in forked children, as long as `held` lives: there it is not theirs."""
     _closed_in_children[held] = close_it
 
 
@@ -315,53 +290,14 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def watch_exit() -> None:
-    """Notice the exit of this process before anything is closed. Call it after each handle that closes itself then."""
-    global _first
-    atexit.unregister(_begin_exit)  # what was registered last is called first
-    atexit.register(_begin_exit)
-    if _first is None or not _first.still_active():  # a child of multiprocessing knows this way only, and once
-        _first = util.Finalize(None, _begin_exit, exitpriority=1000)
-
-
-def _begin_exit() -> None:
-    global _exiting
-    _exiting = True
-
-
-def exiting() -> bool:
-    """Has this process begun to exit?"""
-    return _exiting
-
-
 def stay_if_exiting() -> None:
     """End a daemon thread while the process exits. Other threads return: the exit waits for them.
 
     The main thread closes the handles at exit. A daemon thread would find its arena closed under it, and print an error
     into the end of a program that has done nothing wrong.
     """
-    if _exiting and threading.current_thread().daemon:
+    if is_exiting() and threading.current_thread().daemon:
         raise SystemExit  # threading prints nothing of it
-
-
-_TRIES, _BETWEEN_TRIES = 50, 0.02  # to start a process by a fork server, seconds
-
-
-def start_process(process: BaseProcess) -> None:
-    """process.start(), again where Python's fork server is ending.
-
-    An interrupt of an earlier start() may end that server: it was connected to, and got no descriptors. Until it is
-    seen to be dead, and is started again, it may still accept connections that it never serves.
-    """
-    tries = _TRIES if isinstance(process, ForkServerProcess) else 1
-    for left in reversed(range(tries)):
-        try:
-            process.start()
-            return
-        except (EOFError, ConnectionError):
-            if left == 0:
-                raise
-            time.sleep(_BETWEEN_TRIES)
 
 
 # Calls that the system may refuse, interrupt or half do.

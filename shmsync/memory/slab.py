@@ -2,8 +2,8 @@
 
 A memfd is memory without a name, which other processes open through /proc and which its seals protect. It disappears
 with its last mapping, so it cannot be left behind. Its maker keeps a descriptor; a reader opens it by the pid of the
-maker and the number of the descriptor. So nothing but a few numbers has to travel, and no descriptor can be lost on the
-way. A `Sealed` is another one: it carries weights beside a message.
+maker and the number of the descriptor, and knows it by its inode. So nothing but a few numbers has to travel, and no
+descriptor can be lost on the way. A `Sealed` is another one: it carries weights beside a message.
 
 The mapping of a storage belongs to torch, so the tensors over it are real shared tensors, and it lives exactly as long
 as the last of them; it keeps no descriptor. For a read-only mapping torch first maps a dummy file of equal size; then
@@ -14,13 +14,11 @@ for lack of memory. So its size is first compared with the memory that the machi
 
 INV: after create() no process can map the slab writable, unprotect a mapping of it, write() to it, or resize it; the
      one writable mapping is the publisher's, and a forked child finds a read-only one in its place.
-INV: a reader trusts nothing before it has seen the seals, the size, the inode and the token that it was told.
 INV: no process resizes a Sealed, or writes into it.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
@@ -42,12 +40,9 @@ if TYPE_CHECKING:
 
 
 STAMP_BYTES = 4096  # the session id stands at the end, on a separate page
-TOKEN = 16  # bytes at the end of any memfd, by which a reader knows it
 
 SEAL_SEAL, SEAL_SHRINK, SEAL_GROW, SEAL_WRITE, SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x8, 0x10
-_SLAB_SEALS = SEAL_SHRINK | SEAL_GROW | SEAL_FUTURE_WRITE
-_MESSAGE_SEALS = SEAL_SEAL | SEAL_SHRINK | SEAL_GROW | SEAL_WRITE  # of weights beside a message
-_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_F_ADD_SEALS = 1033
 
 _NAME_BYTES = 249  # of a memfd's name that Linux allows
 _PIECE_ALIGNMENT = 64  # bytes
@@ -95,21 +90,18 @@ def create(slots: int, slot_bytes: int, session: bytes, name: str) -> Slab:
         _native.populate(address, needed)
         add_seals(fd, SEAL_FUTURE_WRITE | SEAL_SEAL)
         slab = Slab(map_readonly(fd, needed), writable, fd, os.fstat(fd).st_ino)
-        # Read-only in forked children, as long as the mapping lives: tensors kept from update() outlive close().
-        _native.protect_in_children(address, needed, fd)
-        weakref.finalize(writable, _let_go, address, fd).atexit = False
+        # A forked child is no publisher: a stray optimizer step there reaches no weights, as long as the mapping lives
+        # (tensors kept from update() outlive close()). Not by mprotect(): the sealed memfd refuses that.
+        protect = partial(_native.map_readonly_over, address, needed, fd)
+        close_in_children(protect, partial.__call__)
+        weakref.finalize(writable, lambda fd, _: close(fd), fd, protect).atexit = False
         undo.pop_all()
         for storage in (slab.readonly, writable):
             _explain_faults(storage, needed, name)
         return slab
 
 
-def _let_go(address: int, fd: int) -> None:
-    _native.unprotect_in_children(address)
-    close(fd)
-
-
-def beside(device: Any, size: int) -> Slab:
+def on_device(device: Any, size: int) -> Slab:
     """A slab that lies on a device. Its descriptor is of an empty file, which is there as long as this program runs."""
     fd = os.memfd_create("shmsync-owner", os.MFD_CLOEXEC)
     try:
@@ -126,8 +118,8 @@ def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes,
 
     `name`: its arena's, for what is said of a fault in it.
     """
-    place = MemfdAt(owner, fd, inode, expected_bytes, b"")
-    with opened_at(place, _SLAB_SEALS, f"the slab of arena {name!r}", partial(_gone, owner)) as opened:
+    place = MemfdAt(owner, fd, inode, expected_bytes)
+    with opened_at(place, f"the slab of arena {name!r}", partial(_gone, owner)) as opened:
         stamp = os.pread(opened, len(session), expected_bytes - STAMP_BYTES)
         if stamp != session:
             raise ArenaCorrupt(
@@ -152,25 +144,11 @@ def _gone(owner: int, error: OSError | None) -> WriterDied | ArenaNotFound:
     return WriterDied(f"the publisher (pid {pid}) is gone, and its weights with it; restart it")
 
 
-_mapped: dict[int, int] = {}  # where mappings of slabs of the host begin and end, those of closed arenas too
-
-
-def is_mapped(address: int) -> bool:
-    """Does it lie in a mapping of a slab?"""
-    return any(begin <= address < end for begin, end in _mapped.copy().items())
-
-
 def _explain_faults(storage: torch.UntypedStorage, size: int, name: str) -> None:
     """Let a write where it may not be say so before the process dies of it, for as long as the mapping lives."""
     address = storage.data_ptr()
     _native.watch_faults(address, size, name)
-    _mapped[address] = address + size
-    weakref.finalize(storage, _forget_mapping, address).atexit = False
-
-
-def _forget_mapping(address: int) -> None:
-    _native.unwatch_faults(address)
-    _mapped.pop(address, None)
+    weakref.finalize(storage, _native.unwatch_faults, address).atexit = False
 
 
 # Memfds of any kind.
@@ -183,7 +161,6 @@ class MemfdAt(NamedTuple):
     fd: int
     inode: int
     size: int
-    token: bytes
 
 
 def add_seals(fd: int, seals: int) -> None:
@@ -191,40 +168,20 @@ def add_seals(fd: int, seals: int) -> None:
     fcntl.fcntl(fd, _F_ADD_SEALS, seals)
 
 
-def _seals_of(fd: int) -> int:
-    """The seals of a file; 0 for one that cannot be sealed."""
-    try:
-        return fcntl.fcntl(fd, _F_GET_SEALS)
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            return 0
-        raise
-
-
 @contextmanager
-def opened_at(place: MemfdAt, seals: int, what: str, gone: Callable[[OSError | None], ShmSyncError]) -> Iterator[int]:
-    """Open the memory at `place`, if it is the announced one and has at least these seals; yields a descriptor.
+def opened_at(place: MemfdAt, what: str, gone: Callable[[OSError | None], ShmSyncError]) -> Iterator[int]:
+    """Open the memory at `place`; yields a descriptor.
 
-    `what`: its name in errors. Raises ArenaCorrupt if seals or size differ from the announced ones, NoSpace, and the
-    error that `gone` returns if the memory is gone or may not be opened; `gone` gets the OSError, or None.
+    `what`: its name in errors. Raises NoSpace, and the error that `gone` returns if the memory is gone or may not be
+    opened; `gone` gets the OSError, or None.
     """
-    maker = pid_of(place.owner)
     with refusals(f"opening {what}"):
         try:
-            fd = os.open(f"/proc/{maker}/fd/{place.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            fd = os.open(f"/proc/{pid_of(place.owner)}/fd/{place.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (FileNotFoundError, ProcessLookupError, PermissionError) as error:
             raise gone(error) from error
     try:
-        status = os.fstat(fd)
-        if status.st_ino != place.inode:  # the descriptor's number was used again
-            raise gone(None)
-        found = _seals_of(fd)
-        if found & seals != seals or status.st_size != place.size or place.size < TOKEN:
-            raise ArenaCorrupt(
-                f"{what} of pid {maker} has seals {found:#x} and {status.st_size:,} bytes, but {seals:#x} and "
-                f"{place.size:,} were announced; run the same version of shmsync on both sides"
-            )
-        if os.pread(fd, len(place.token), place.size - TOKEN) != place.token:
+        if os.fstat(fd).st_ino != place.inode:  # the descriptor's number was used again
             raise gone(None)
         yield fd
     finally:
@@ -267,8 +224,7 @@ class Sealed:
             begin = -(-size // _PIECE_ALIGNMENT) * _PIECE_ALIGNMENT
             size = begin + piece.nbytes
             self.spans.append((begin, size))
-        whole, token = size + TOKEN, os.urandom(TOKEN)
-        refuse_too_large(whole, "weights to send", "free some, or send fewer weights or a smaller dtype")
+        refuse_too_large(size, "weights to send", "free some, or send fewer weights or a smaller dtype")
         with refusals("making room for weights"):
             fd = os.memfd_create("shmsync-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             self._closing = weakref.finalize(self, close, fd)
@@ -277,9 +233,8 @@ class Sealed:
             try:
                 for (begin, _), piece in zip(self.spans, pieces, strict=True):
                     _write(fd, piece, begin)
-                os.pwrite(fd, token, size)
-                add_seals(fd, _MESSAGE_SEALS)
-                self.place = MemfdAt(me().owner, fd, os.fstat(fd).st_ino, whole, token)
+                add_seals(fd, SEAL_SEAL | SEAL_SHRINK | SEAL_GROW | SEAL_WRITE)
+                self.place = MemfdAt(me().owner, fd, os.fstat(fd).st_ino, size)
             except BaseException:
                 self.close()
                 raise
@@ -307,7 +262,7 @@ def reachable(owner: int) -> bool:
 def pieces_at(place: MemfdAt, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
     """The pieces that lie there: views of one private mapping, which their reader may change for itself.
 
-    Raises WriterDied when the maker is gone or has given them up, ArenaCorrupt for what is not as it was told, NoSpace.
+    Raises WriterDied when the maker is gone or has given them up, and NoSpace.
     """
 
     def gone(error: OSError | None) -> WriterDied:
@@ -316,15 +271,10 @@ def pieces_at(place: MemfdAt, spans: Sequence[tuple[int, int]]) -> list[memoryvi
             "they come again with its next send"
         )
 
-    with opened_at(place, _MESSAGE_SEALS, "the memory of weights", gone) as fd:
-        end = place.size - TOKEN
-        before = 0
-        for begin, until in spans:
-            if not before <= begin <= until <= end:
-                raise ArenaCorrupt(f"a piece of the weights is at {begin:,} to {until:,} of {end:,} bytes")
-            before = until
-        with refusals("mapping the weights of the sender"):
-            mapping = mmap.mmap(fd, place.size, access=mmap.ACCESS_COPY)
+    if place.size == 0:
+        return [memoryview(b"")] * len(spans)
+    with opened_at(place, "the memory of weights", gone) as fd, refusals("mapping the weights of the sender"):
+        mapping = mmap.mmap(fd, place.size, access=mmap.ACCESS_COPY)
     with suppress(OSError, ValueError):  # older kernels bring the pages in one by one
         mapping.madvise(_MADV_POPULATE_READ)
     whole = memoryview(mapping)
@@ -384,10 +334,8 @@ def _room(folder: Path, limit_name: str, usage_name: str, reclaimable: str) -> i
 
 
 def _content(path: Path) -> str | None:
-    """None where there is no such limit, or none that this process may see; OSError if that could not be found out."""
+    """None where there is no such limit, or none that this process may see."""
     try:
         return path.read_text()
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO):
-            raise
+    except OSError:
         return None

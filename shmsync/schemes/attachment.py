@@ -37,6 +37,7 @@ class Attachment:
         self.subscriber = Subscriber(handle, consistency=scheme.consistency, worker=worker, timeout=scheme.timeout)
         # Without a warning: a scheme of this shape has no close(), so collecting it is the normal end.
         self._closing = weakref.finalize(self, _close_unused, self.subscriber, self._bound)
+        self._closing.atexit = False  # the subscriber ends by itself then
 
     @property
     def version(self) -> int:

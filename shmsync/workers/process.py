@@ -19,7 +19,7 @@ from typing import Any
 from ..engine.deadlines import SLICE
 from ..engine.outcome import Failure
 from ..errors import ProtocolError
-from ..memory.process import Peer, me, poll, start_process, stay_if_exiting
+from ..memory.process import Peer, me, poll, stay_if_exiting
 from .worker_process import FAILED, RETURNED, run
 
 TERMINATED = 2.0  # seconds from SIGTERM to SIGKILL
@@ -69,7 +69,7 @@ class Process:
             daemon=True,
         )
         try:
-            start_process(self.process)
+            self.process.start()
         except RuntimeError as error:
             if "SemLock" not in str(error):
                 raise

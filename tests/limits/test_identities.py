@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shmsync
-from shmsync import _native, cli
+from shmsync import cli
 from support.faults.forged import forge, identity
 from support.faults.reader_table import OWNER, rows_offset, word
 from support.jobs.engine import attach, begin_update, enter, fork_a_sleeper, leave, look, open_arena
@@ -47,7 +47,7 @@ def test_a_reader_whose_pid_is_somebody_elses_now(start):
         reader.call(attach, pub.handle, worker=3)
         reader.call(enter)  # its pin is in the way
         with open(segment_path(pub.name), "r+b", buffering=0) as file:
-            at = rows_offset(_native.read_identity(file.fileno())) + OWNER
+            at = rows_offset(pub.name) + OWNER
             owner = int.from_bytes(os.pread(file.fileno(), 8, at), "little")
             os.pwrite(file.fileno(), word(used_again(owner)), at)
         assert pub.publish(stamped(2), timeout=5) == 2  # it is dead, so its pin counts no more

@@ -24,9 +24,7 @@ enum class CopyPath { automatic, plain, streaming };
 bool streaming_available();
 
 // From so many bytes on, other threads help if the caller allows it (docs/adr/0003-copy.md).
-inline constexpr std::size_t kShareAbove = std::size_t{512} << 10;
-// From so many on it pays to wake those that sleep.
-inline constexpr std::size_t kWakeAbove = std::size_t{3} << 20;
+inline constexpr std::size_t kShareAbove = std::size_t{3} << 20;
 
 // At most `threads` threads copy, the calling one among them. Ends with the fence that orders streaming stores before
 // a later release store (SYNC seq.end in copy.cpp).

@@ -14,6 +14,8 @@ bool watch_faults(std::uintptr_t begin, std::size_t bytes, std::string_view name
 // The range that starts there is not watched any more. Call it before the memory is unmapped.
 void unwatch_faults(std::uintptr_t begin);
 
+bool is_watched(std::uintptr_t address);
+
 // In a forked child: the lock may have been held by a thread that is not here.
 void faults_after_fork();
 

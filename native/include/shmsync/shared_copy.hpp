@@ -5,6 +5,17 @@
 // and in the end waits only for those that another thread has begun: a helper that has not been given a processor by
 // then is called no more. So a machine whose processors are busy costs the caller at most the rest of one chunk
 // (docs/adr/0003-copy.md).
+//
+// Helpers stay for a while between copies:
+//
+//   absent ── called, with a new thread ──> called ──> working ──> asleep ──> absent
+//                                             ^ └─ dismissed ────────^ │  no call for kStay
+//                                             └──────── called ────────┘
+//
+// A call needs no lock and nothing that another thread holds. Helpers are not there in a forked child, which starts its
+// own.
+//
+// INV: a helper that has begun a copy is counted among its users until it touches it no more.
 #pragma once
 
 #include <cstddef>
@@ -22,5 +33,8 @@ using CopyPieces = void (*)(const CopyOp* ops, std::size_t count);
 // The caller and at most threads - 1 others call `copy` on parts of the operations. Without memory for the plan, or a
 // thread that can be started, the caller copies alone.
 void copy_by_several(const CopyOp* ops, std::size_t count, unsigned threads, CopyPieces copy);
+
+// Helpers of this process now, asleep or not.
+unsigned helpers_present();
 
 }  // namespace shmsync

@@ -8,7 +8,7 @@ from ...errors import ArenaNotFound, ManifestMismatch, ShmSyncError, WriterDied
 from ...memory import attaching, segment
 from ...memory.arena import Arena
 from ...memory.attaching import Attached
-from ...memory.manifest import Leaf, Manifest, checked_manifest
+from ...memory.manifest import Leaf, Manifest
 from ...memory.process import Peers
 
 _SHOWN = 8  # differences that an error lists
@@ -35,8 +35,7 @@ class Successor:
         if self._refused is not None and self._refused[0] == session:
             raise self._refused[1].with_traceback(None)
         try:
-            control, header = segment.attach(self._name, session, 0.0)
-            manifest = checked_manifest(self._name, control.manifest(), header)
+            manifest = segment.attach(self._name, session, 0.0).manifest
             if manifest != current.manifest:
                 refusal = ManifestMismatch(
                     f"arena {self._name!r} was published again with another layout, so this subscriber keeps the old "

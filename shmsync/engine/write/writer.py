@@ -35,7 +35,7 @@ from ...memory import segment
 from ...memory.arena import Arena, create
 from ...memory.devices import OnDevice
 from ...memory.manifest import Key
-from ...memory.process import Peers, exiting, me, pid_of, stay_if_exiting, watch_exit
+from ...memory.process import Peers, me, pid_of, stay_if_exiting
 from ...memory.segment import RowId
 from ...memory.torch_modes import plainly, run_plainly
 from ..by_value import copy_by_value
@@ -113,10 +113,9 @@ class Writer:
         self._generation = _native.fork_generation()
         self._dirty = DirtyLeaves(manifest, slots)
         self._addresses = [self.arena.slot_address(slot) for slot in range(slots)]
-        watch_exit()
         copy_by_value()
         self._closing: list[bool] = []  # filled by close(), which holds the lock itself
-        parts = name, self.arena, self._created, self.native, self._devices, self.peers
+        parts = self.arena, self._created, self.native, self._devices, self.peers
         self._finalizer = util.Finalize(self, _clean_up, (*parts, self._closing), exitpriority=20)
 
     def open(self, first_version: int | None = None) -> None:
@@ -565,7 +564,6 @@ class Writer:
 
 
 def _clean_up(
-    name: str,
     arena: Arena,
     created: segment.Created,
     native: _native.Writer,
@@ -579,10 +577,8 @@ def _clean_up(
             device.wait(time.monotonic() + _LAST_VERSION)
         device.take_back()
     native.close()
-    try:  # before unlock(): the process that has the lock of an unready segment may remove its name and use it
-        segment.withdraw(name, created.inode)
-    finally:
-        created.unlock()
+    segment.withdraw(created)
     peers.close()
-    if closing or not exiting():  # else a daemon thread may still copy, and the memory goes with the process anyway
+    # At the exit a daemon thread may still copy, and the memory goes with the process anyway.
+    if closing or not util.is_exiting():
         arena.release()

@@ -12,14 +12,13 @@ from shmsync import _native, cli
 from support.faults.forged import forge, write
 from support.jobs.engine import (
     attach,
-    create_and_stall,
     enter,
     leave,
     open_arena,
     publish,
     refresh,
 )
-from support.processes import segment_path, until
+from support.processes import segment_path
 from support.weights import stamped
 
 
@@ -55,13 +54,6 @@ def left_dead(trainer, name):
         yield
 
 
-def cell(text, name, column):
-    """One cell of the table of `list`."""
-    head, *rows = text.splitlines()
-    row = next(row for row in rows if row.split()[0] == name)
-    return re.split(r"  +", row)[re.split(r"  +", head).index(column)].strip()
-
-
 def test_the_owner_is_alive_stopped_or_dead(open_trainer, name, told, said):
     trainer = open_trainer(3, slots=2)
     shown = told(name)
@@ -76,27 +68,6 @@ def test_the_owner_is_alive_stopped_or_dead(open_trainer, name, told, said):
         assert (shown["owner"], shown["version"], shown["pid"]) == ("dead", 3, trainer.pid)
         assert "`shmsync gc` removes" in shown["why"]
         assert "slots" in said("inspect", name, "--interval", "0")
-
-
-def test_one_that_is_not_ready_says_why(start, name, told, said):
-    creator = start()
-    creator.start(create_and_stall, name)
-    until(lambda: segment_path(name).exists() and segment_path(name).stat().st_size > 0)
-    until(lambda: (told(name) or {}).get("owner") == "not ready")  # it is listed once its header is there
-    assert f"pid {creator.pid} is making it" in told(name)["why"]
-    text = said("list", "--interval", "0")
-    assert cell(text, name, "OWNER") == "not ready"
-    assert f"pid {creator.pid} is making it" in text
-    assert "is making it" in said("inspect", name)
-    copy = segment_path(name).read_bytes()
-    creator.kill()
-
-    def shown_as_dead():
-        segment_path(name).write_bytes(copy)  # another test's publisher may have swept it
-        shown = told(name)
-        return shown and shown["owner"] == "dead" and "died before the first version" in shown["why"]
-
-    until(shown_as_dead)
 
 
 def test_readers_are_shown_as_they_are(start, name, told, said):

@@ -9,9 +9,9 @@ import torch
 
 import shmsync
 from support.calls import Call
-from support.jobs.engine import begin_update, close_publisher, create_and_stall, open_arena, publish, read
+from support.jobs.engine import begin_update, close_publisher, open_arena, publish, read
 from support.jobs.restarts import open_net, open_other_layout
-from support.processes import segment_path, until, until_waits
+from support.processes import until, until_waits
 from support.weights import Net
 
 
@@ -144,15 +144,9 @@ def test_waits_have_their_deadline_though_nobody_comes_back(open_trainer, name, 
     assert sub.wait_version(1) == 1
 
 
-@pytest.mark.parametrize("end", [*END, "killed while it starts"])
-def test_a_follower_may_start_while_no_trainer_runs(start, open_trainer, name, end):
-    if end in END:
-        END[end](open_trainer(5))
-    else:
-        victim = start()
-        victim.start(create_and_stall, name)
-        until(lambda: segment_path(name).exists() and segment_path(name).stat().st_size > 0)
-        victim.kill()
+@pytest.mark.parametrize("end", END)
+def test_a_follower_may_start_while_no_trainer_runs(open_trainer, name, end):
+    END[end](open_trainer(5))
     for follow in (True, False):
         with pytest.raises((shmsync.WriterDied, shmsync.ArenaNotFound)):  # a publisher of another test may sweep it
             shmsync.Subscriber(name, follow=follow, timeout=0.2)

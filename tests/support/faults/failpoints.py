@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from shmsync import _native
-from shmsync.memory import header, leftovers, segment, slab
+from shmsync.memory import leftovers, segment, segment_file, slab
 from support import processes
 from support.weights import stamp
 from support.worker import Gone
@@ -32,11 +32,12 @@ CHOICES = {"action": ACTIONS, "slots": SLOTS, "consistency": CONSISTENCIES}
 USUAL = [("kill", 1, "pinned"), ("kill", 2, "optimistic"), ("stop", 1, "optimistic"), ("pause", 3, "live")]
 # What Python does: (where the function is found, its name, the point before it, the point after it).
 AROUND = [
-    (segment, "_make", None, "segment.named"),
-    (segment, "_allocate", "segment.locked", "segment.allocated"),
     (slab, "create", None, "slab.created"),
+    (segment, "_with_room_for", None, "segment.opened"),
+    (segment, "hold_for_life", None, "segment.locked"),
+    (segment, "_named", "segment.nameless", "segment.named"),
     (slab, "attach", None, "slab.attached"),
-    (header, "unlink", "sweep.locked", "sweep.unlinked"),
+    (segment_file, "unlink", "sweep.locked", "sweep.unlinked"),
     (segment, "withdraw", "withdraw.before", "withdraw.after"),
 ]
 NATIVE = Path(__file__).parents[3] / "native"

@@ -42,7 +42,7 @@ def forge_manifest(name, text):
     found = identity(path)
     size = _native.segment_bytes(found["slots"], found["readers"], len(text))
     os.truncate(path, max(size, path.stat().st_size))
-    write(name, _native.manifest_offset(found["slots"]), text)
+    write(name, found["manifest_offset"], text)
     os.truncate(path, size)
     forge(name, manifest_bytes=len(text), segment_bytes=size, fingerprint=fingerprint(text))
 
