@@ -6,8 +6,8 @@ It prints where each actor runs, and for each iteration the version of the weigh
 long the episodes were: about 20 steps at first, over 100 after some 10 iterations.
 
 On several nodes (--address auto, on a machine of a Ray cluster) nothing changes in this file: with fan_out="node" one
-copy of the weights goes to each node. There a relay, an actor that the scheme starts, publishes it into shared memory,
-and all actors of the node use it from there. On the learner's own node the learner publishes it itself.
+copy of the weights goes to each node. There one of the actors publishes it into shared memory, and all actors of the
+node use it from there. On the learner's own node the learner publishes it itself.
 """
 
 import argparse

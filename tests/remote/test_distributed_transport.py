@@ -67,7 +67,7 @@ def test_bytes_that_nobody_took_are_not_taken_for_the_next_ones(ends):
     trainer, worker = ends
     trainer.call(parts.send_sample, 1.0, "send_weights_async")
     with pytest.raises(shmsync.AckTimeout):
-        trainer.call(parts.use, "wait_ack", timeout=0.1)
+        trainer.call(parts.wait_in_vain)
     trainer.call(parts.open_transport, 1, timeout=parts.FOR_EVER)
     for value in (2.0, 3.0):
         trainer.start(parts.send_sample, value)
@@ -92,7 +92,7 @@ def test_a_second_answer_to_a_message_is_not_that_to_the_next(ends):
     worker.call(parts.use, "send_ack")
     trainer.call(parts.send_sample, 2.0, "send_weights_async")
     with pytest.raises(shmsync.AckTimeout):
-        trainer.call(parts.use, "wait_ack", timeout=0.2)
+        trainer.call(parts.wait_in_vain)
     worker.call(parts.receive_into, "weights")
 
 
@@ -101,7 +101,7 @@ def test_a_programs_own_messages_do_not_meet_those_of_a_send(ends):
     trainer, worker = ends
     trainer.call(parts.send_sample, 1.0, "send_weights_async")
     with pytest.raises(shmsync.AckTimeout):
-        trainer.call(parts.use, "wait_ack", timeout=0.3)
+        trainer.call(parts.wait_in_vain)
     for tag in range(8):
         worker.start(parts.own_receive, tag)
         trainer.call(parts.own_send, tag)

@@ -25,6 +25,17 @@ def test_the_workers_of_a_node_share_one_arena_that_they_cannot_write(fleet):
     assert group.look(0) == [(30, 3)]
 
 
+@pytest.mark.parametrize("nodes", [["home", "home", "home"], ["home", "a", "a"]])
+def test_a_resend_brings_the_last_weights_to_whole_nodes(fleet, nodes):
+    group = fleet("distributed", 2, nodes=nodes).open(workers=1, fan_out="node")
+    group.send(5)
+    group.trainer.call(parts.replace, 1, 2)
+    assert group.trainer.call(parts.resend) == 2
+    assert group.look() == [(5, 2)] * 2
+    assert group.send(6) == 3
+    assert group.look() == [(6, 3)] * 2
+
+
 @pytest.mark.parametrize("end", ["kill", "stop"])
 def test_another_worker_leads_its_node_when_the_leader_is_dead_or_late(fleet, end):
     group = fleet("distributed", 3, nodes=["home", "a", "a", "a"]).open(fan_out="node")

@@ -76,6 +76,19 @@ def test_a_killed_worker_is_named_and_another_takes_its_place(fleet, kind, when)
     assert group.look(0, 2) == [(5, version)] * 2
 
 
+def test_a_resend_brings_the_last_weights_with_their_version_to_those_that_joined_late(fleet, kind):
+    group = fleet(kind, 2).open(workers=1)
+    assert group.trainer.call(parts.resend) == 0
+    assert [group.send(5), group.send(6)] == [1, 2]
+    group.trainer.call(parts.replace, 1, 2)
+    assert group.trainer.call(parts.resend, [1]) == 2
+    assert group.look() == [(6, 2)] * 2
+    assert group.trainer.call(parts.resend) == 2
+    assert group.look() == [(6, 2)] * 2
+    assert group.send(7) == 3
+    assert group.look() == [(7, 3)] * 2
+
+
 @pytest.mark.parametrize("make", [RPCWeightSyncScheme, DistributedWeightSyncScheme])
 def test_every_documented_argument_is_accepted_and_the_missing_are_named(make):
     given = {"model": torch.nn.Linear(2, 2), "pipes": None, "cached_weights": None, "num_workers": 1}

@@ -1,8 +1,12 @@
 """A send to workers beyond this machine: one request to each worker, and one wait for all answers.
 
-RemoteSender packs the weights once and gives each worker's transport what its engine sends (start()). The request that
-comes back says when the worker has applied them, or what is known of a failure. Exchange.finish() waits for all
-requests with the send's deadline, and its Outcome names who is dead, late or failed.
+A send goes through these, in this order:
+
+    Packer.pack()         the weights, once: one flat buffer, laid out as a slot of an arena is, and a label
+    transport.wrap()      what the engine sends of them, made once for all workers
+    transport.start()     a request to each worker; the engine's file says how it travels
+    Exchange.finish()     the only wait: until every request is done, or the deadline; its Outcome raises
+    apply_weights()       in the worker: copies the weights into the model
 
 INV: a worker has at most one request under way. One that still owes an answer to an earlier send is waited for within
 the deadline, then named late, and gets nothing new. So its late answer counts for nothing but itself.
@@ -10,28 +14,155 @@ the deadline, then named late, and gets nothing new. So its late answer counts f
 
 from __future__ import annotations
 
+import ctypes
+import secrets
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import numpy
+import torch
+from tensordict import TensorDictBase
 from typing_extensions import override
 
+from ... import _native
 from ...engine.deadlines import SLICE, deadline_after, timeout_or_default, timeout_or_none
 from ...engine.outcome import Failure, Outcome, Wording
 from ...engine.source.dtypes import Dtypes
+from ...engine.source.manifest_check import direct
+from ...engine.source.sources import check_keys
 from ...engine.subscriber import Consistency
+from ...memory.arena import nested, view
+from ...memory.devices import laid_out
+from ...memory.manifest import Key, Manifest
+from ...memory.torch_modes import run_plainly
 from ..api import WeightSyncScheme
 from ..context import Arguments
 from ..receiver import WeightReceiver
 from ..sender import Posted, WeightSender
-from ..strategy import Form
-from .packed_weights import PackedWeights, Packer, allow_views, label_of
+from ..strategy import STATE_KEY, Form, leaves_of, refuse_odd
 
 DEFAULT_TIMEOUT = 60.0  # seconds
-WORDING = Wording("its process may be starting, stopped, or busy with a call that came before")
-_NONE: Any = object()
+_WORDING = Wording("its process may be starting, stopped, or busy with a call that came before")
+
+
+# ---- the weights on their way
+
+
+class Label(NamedTuple):
+    """Which weights a buffer has, and where in it."""
+
+    session: str  # of the sender; another trainer begins its versions again
+    model_id: str
+    version: int
+    is_tensordict: bool  # else it unpickles as a flat dict
+    manifest: bytes  # JSON
+    extra: dict[Key, Any]  # what modules keep beside their tensors
+
+
+class PackedWeights:
+    """Weights in a buffer. Unpickles as the weights themselves, with their label as `.label`.
+
+    The tensors are then views of the received buffer. Under Ray that is the object store, which all actors of a node
+    map, so views go only to models whose receiver is in the process: it copies them. Others get a private copy.
+    """
+
+    def __init__(self, label: Label, buffer: Any) -> None:
+        self.label = label
+        self.buffer = buffer  # uint8: a tensor, or an array, which Ray writes into its store without pickling it
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unpack, (self.label, self.buffer)
+
+
+class Packer:
+    """Packs weights, into the same buffer as long as nobody reads that: fresh memory costs more than the copy.
+
+    INV: a reader of a buffer keeps its PackedWeights.
+    """
+
+    def __init__(self) -> None:
+        self.session = secrets.token_hex(8)
+        self.newest: PackedWeights | None = None  # what resend() brings
+        self._free: deque[torch.Tensor] = deque(maxlen=1)
+        self._layout: tuple[Any, Manifest, bytes] | None = None  # of the last weights, by what they are made of
+
+    @run_plainly
+    def pack(self, weights: Any, model_id: str, version: int) -> PackedWeights:
+        """Copy weights, once. Raises ManifestMismatch for leaves that are no plain tensors."""
+        tensors, extra = leaves_of(weights)
+        refuse_odd(tensors)
+        check_keys(tensors)
+        made_of = [(key, t.dtype, t.shape, t.stride(), t.data_ptr()) for key, t in tensors.items()]
+        if self._layout is None or self._layout[0] != made_of:
+            manifest = Manifest.of(tensors)
+            self._layout = made_of, manifest, manifest.to_json()
+        _, manifest, text = self._layout
+        self.newest = None  # its buffer is free now, unless somebody reads it
+        buffer = self._free.pop() if self._free else None
+        if buffer is None or buffer.nbytes != manifest.used_bytes:
+            buffer = torch.empty(manifest.used_bytes, dtype=torch.uint8, device="cpu")
+        rows, kept = [], []
+        for leaf in {leaf.offset: leaf for leaf in manifest.leaves if leaf.nbytes}.values():
+            source = tensors[leaf.key]
+            if not direct(source, leaf):
+                source = laid_out(source.detach().cpu().resolve_conj().resolve_neg(), leaf.strides)
+            kept.append(source)  # until it is copied
+            rows.append((buffer.data_ptr() + leaf.offset, source.data_ptr(), leaf.nbytes))
+        _native.copy(rows)
+        label = Label(self.session, model_id, version, isinstance(weights, TensorDictBase), text, extra)
+        self.newest = PackedWeights(label, buffer)
+        weakref.finalize(self.newest, self._free.append, buffer).atexit = False
+        return self.newest
+
+
+class WeightsDict(dict[str, Any]):
+    """A state_dict that came from a sender."""
+
+    label: Label
+
+
+@run_plainly
+def unpack(label: Label, buffer: torch.Tensor | numpy.ndarray) -> Any:
+    """The weights that were sent, as a TensorDict or a dict of views of the buffer, with their label."""
+    if isinstance(buffer, numpy.ndarray):
+        if not buffer.nbytes or all(receiver.model_id != label.model_id for receiver in list(_receivers)):
+            buffer = torch.from_numpy(buffer.copy())
+        else:  # from_numpy() would warn each time that it is read-only
+            memory = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ctypes.data)
+            memory.array = buffer  # type: ignore[attr-defined]  # keeps it
+            buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    storage = buffer.untyped_storage()
+    views = {leaf.key: view(storage, leaf, leaf.offset) for leaf in _parsed(label.manifest).leaves}
+    weights: Any = nested(views)
+    if not label.is_tensordict:
+        weights = WeightsDict({".".join(key): each for key, each in views.items()} | by_name(label.extra))
+    weights.label = label
+    return weights
+
+
+def by_name(extra: Mapping[Key, Any]) -> dict[str, Any]:
+    """Extra state as a state_dict() has it."""
+    return {".".join((*path, STATE_KEY)): state for path, state in extra.items()}
+
+
+@lru_cache(maxsize=16)
+def _parsed(text: bytes) -> Manifest:
+    return Manifest.from_json(text, 2**63)
+
+
+def label_of(weights: Any) -> Label | None:
+    """The label of weights that a sender of ours sent."""
+    label = getattr(weights, "label", None)
+    return label if isinstance(label, Label) else None
+
+
+# ---- one worker
 
 
 class Dead(Exception):
@@ -51,7 +182,9 @@ class Failed(Exception):
 
 
 class Request(ABC):
-    """A message to one worker, under way."""
+    """A message to one worker, under way. `exchange`: the send that it is part of."""
+
+    exchange: Exchange | None = None
 
     @abstractmethod
     def done(self) -> bool:
@@ -99,48 +232,36 @@ class RemoteTransport(ABC):
 
     @staticmethod
     @abstractmethod
-    def wait(requests: Sequence[Any], seconds: float, *, first: bool) -> None:
-        """Until all of these requests, or with `first` one of them, are done; at most so many seconds."""
+    def wait(requests: Sequence[Any], seconds: float) -> None:
+        """Until all of these requests are done; at most so many seconds."""
 
-    def send_weights(self, model_id: Any = _NONE, weights: Any = _NONE, *, timeout: float | None = None) -> None:
+    def send_weights(self, model_id: Any = "policy", weights: Any = None) -> None:
         """Send a TensorDict or a dict, and wait until the worker has applied it.
 
         Args:
             model_id: of the weights. Weights alone, in its place, are those of "policy".
             weights: the weights.
-            timeout: seconds for the whole call; None is the transport's.
 
         Raises WorkerDied, AckTimeout, the worker's own exception, RuntimeError for an answer that is none.
         """
         self.send_weights_async(model_id, weights)
-        self.wait_ack(timeout=timeout)
+        self.wait_ack()
 
-    def send_weights_async(self, model_id: Any = _NONE, weights: Any = _NONE) -> None:
+    def send_weights_async(self, model_id: Any = "policy", weights: Any = None) -> None:
         """Send, and return at once; a worker that owes an answer gets them in wait_ack(), when it has answered."""
-        if model_id is _NONE or weights is _NONE:
-            model_id, weights = "policy", weights if model_id is _NONE else model_id
-        if not isinstance(model_id, str) or weights is _NONE:
-            raise TypeError("send_weights() takes a model id and weights, or weights alone; nothing was sent")
-        version = self._sent + 1
-        if not self.connected:
-            self._pending = Exchange(version, {}, lambda _: None).begin()
-            return
-        content = self.wrap(self._packer.pack(weights, model_id, version))
-        self._sent = version
-        self._pending = Exchange(version, {0: self}, lambda _: one_step(self, content)).begin()
+        if not isinstance(model_id, str):
+            model_id, weights = "policy", model_id
+        reached: dict[int, RemoteTransport] = {0: self} if self.connected else {}
+        content = self.wrap(self._packer.pack(weights, model_id, self._sent + 1)) if reached else None
+        self._sent += 1
+        self._pending = Exchange(self._sent, reached, lambda *_: one_step(self, content))
 
-    def wait_ack(self, *, timeout: float | None = None) -> None:
-        """Wait for the last send_weights_async(). Raises RuntimeError when there was none, and as send_weights().
-
-        Args:
-            timeout: seconds; None is the transport's.
-        """
-        deadline = deadline_after(timeout, self.timeout)
+    def wait_ack(self) -> None:
+        """Wait for the last send_weights_async(). Raises RuntimeError when there was none, and as send_weights()."""
         if self._pending is None:
             raise RuntimeError("no send is pending; call send_weights_async() first")
         exchange, self._pending = self._pending, None
-        exchange.finish(deadline)
-        exchange.outcome.check("the weights", None)
+        exchange.finish(deadline_after(None, self.timeout), "the weights")
 
     def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
         """None: the worker gets weights as an argument of a call."""
@@ -150,15 +271,18 @@ class RemoteTransport(ABC):
     def send_ack(self, message: str = "updated") -> None:  # noqa: B027
         """Does nothing: the call's return is the answer."""
 
-    def check_ack(self, message: str = "updated", *, timeout: float | None = None) -> None:
+    def check_ack(self, message: str = "updated") -> None:
         """As wait_ack(), for the answer "updated"; RuntimeError for another word, which no worker here answers."""
         if message != "updated":
             raise RuntimeError(f"this transport's workers answer 'updated' by returning, and never {message!r}")
-        self.wait_ack(timeout=timeout)
+        self.wait_ack()
 
     @abstractmethod
     def check_connection(self) -> bool:
         """Can this process send?"""
+
+
+# ---- all workers of a send
 
 
 Steps = Generator["Request | None", Any, None]  # yields requests, gets answers; None: it waits for another worker
@@ -170,7 +294,7 @@ def one_step(transport: RemoteTransport, content: Any) -> Steps:
 
 
 class Exchange(Posted):
-    """A send under way: what each worker gets, and the only wait for the answers.
+    """A send under way. What needs no waiting is begun at once.
 
     Args:
         version: of the weights.
@@ -179,27 +303,23 @@ class Exchange(Posted):
 
     Attributes:
         open: the workers of which more is to come.
-        mine: the newest request of each worker in this send.
     """
 
-    def __init__(self, version: int, transports: Mapping[int, RemoteTransport], steps: Callable[[int], Any]) -> None:
-        super().__init__(version, transports, outcome=Outcome(WORDING))
+    def __init__(
+        self, version: int, transports: Mapping[int, RemoteTransport], steps: Callable[[Exchange, int], Steps]
+    ) -> None:
+        super().__init__(version, transports, outcome=Outcome(_WORDING))
         self.open: dict[int, RemoteTransport] = dict(transports)
-        self._steps = {index: steps(index) for index in transports}
-        self.mine: dict[int, Request] = {}
-
-    def begin(self) -> Exchange:
-        """Start what can be started without waiting. Returns the exchange."""
+        self._steps = {index: steps(self, index) for index in transports}
         self._advance_all()
-        return self
 
-    def finish(self, deadline: float) -> None:
-        """Wait for the answers, until the monotonic time `deadline`, and sort the workers into the outcome."""
+    def finish(self, deadline: float, what: str) -> None:
+        """Wait for the answers until the monotonic time `deadline`, and raise what went wrong with `what`."""
         while self.open:
             now = time.monotonic()
             requests = [each.request for each in self.open.values() if each.request is not None]
             (transport, *_) = self.open.values()
-            transport.wait(requests, max(0.0, min(deadline - now, SLICE)), first=len(requests) < len(self.open))
+            transport.wait(requests, max(0.0, min(deadline - now, SLICE)))
             self._advance_all()
             if now >= deadline:
                 break
@@ -207,33 +327,34 @@ class Exchange(Posted):
         outcome.add_late(dict.fromkeys(self.open))
         outcome.dead = dict(sorted(outcome.dead.items()))
         outcome.failed = dict(sorted(outcome.failed.items()))
+        outcome.check(what, self.version)
 
     def _advance_all(self) -> None:
-        count = -1
-        while count != len(self.open):  # where one worker is done, another may begin
-            count = len(self.open)
-            for index in list(self.open):
-                self._advance(index, self.open[index])
+        changed = True
+        while changed:  # where one worker is done, another may begin
+            changed = False
+            for each in list(self.open.items()):
+                changed |= self._advance(*each)
 
-    def _advance(self, index: int, transport: RemoteTransport) -> None:
-        """Take in the answer of this worker, if it is there, and start what comes next."""
-        answer = None
+    def _advance(self, index: int, transport: RemoteTransport) -> bool:
+        """Take in the answer of this worker, if it is there, and begin what comes next. Has anything changed?"""
+        request, answer = transport.request, None
         try:
-            if transport.request is not None:
-                if not transport.request.done():
-                    return
-                request, transport.request = transport.request, None
+            if request is not None:
+                if not request.done():
+                    return False
+                transport.request = None
                 try:
                     answer = request.result()
                 except Failed:
-                    if request is self.mine.get(index):
+                    if request.exchange is self:
                         raise
-                if request is not self.mine.get(index):  # of an earlier send: this one has not begun
+                if request.exchange is not self:  # of an earlier send: this one has not begun
                     answer = None
             begun = self._steps[index].send(answer)
             if begun is not None:
-                transport.request = self.mine[index] = begun
-            return
+                begun.exchange, transport.request = self, begun
+            return begun is not None
         except StopIteration:
             self.outcome.done.append(index)
         except Dead as dead:
@@ -243,6 +364,10 @@ class Exchange(Posted):
         except Failed as failed:
             self.outcome.failed[index] = failed.failure
         del self.open[index]
+        return True
+
+
+# ---- what the user has
 
 
 class RemoteScheme(WeightSyncScheme):
@@ -250,14 +375,17 @@ class RemoteScheme(WeightSyncScheme):
 
     Args:
         strategy: the form in which weights travel, "state_dict" or "tensordict".
-        fan_out: None: each worker gets its own copy of the weights, and copies them into its model. "node": one copy
-            goes to each node, where one worker publishes it into an arena, to which all of the node's workers attach.
+        fan_out: None: each worker gets its own copy of the weights, and copies them into its model. "node", for Ray and
+            torch.distributed: one copy goes to each node, where one worker publishes it into an arena, to which all of
+            the node's workers attach.
         slots: of those arenas; see Publisher.
         consistency: of their subscribers; see Subscriber.
         timeout: default of every call, in seconds; math.inf waits without limit, None is 60.
         partial: see WeightSyncScheme. With fan_out="node" the first send to a node has all leaves.
         dtype: see WeightSyncScheme.
     """
+
+    make_fan_out: ClassVar[Any] = None  # NodeFanOut (nodes.py), where the engine has transport.call()
 
     def __init__(
         self,
@@ -273,6 +401,8 @@ class RemoteScheme(WeightSyncScheme):
         super().__init__(strategy, partial=partial, dtype=dtype)
         if fan_out not in (None, "node"):
             raise ValueError(f'fan_out is None or "node", not {fan_out!r}')
+        if fan_out == "node" and self.make_fan_out is None:
+            raise ValueError(f'{type(self).__name__} has no fan_out="node"; each of its workers gets its own copy')
         self.fan_out = fan_out
         self.slots = slots
         self.consistency: Consistency = consistency
@@ -285,10 +415,6 @@ class RemoteScheme(WeightSyncScheme):
     @abstractmethod
     def workers(self, arguments: Arguments) -> Sequence[Any]:
         """What create_transport() takes for each worker, from what init_on_sender() got. Raises ValueError."""
-
-    def make_fan_out(self, packer: Packer) -> Any:
-        """What sends with fan_out="node": a NodeFanOut (nodes.py), where the engine can find out its workers' nodes."""
-        raise ValueError(f'{type(self).__name__} has no fan_out="node"; each of its workers gets its own copy')
 
     @override
     def create_sender(self) -> RemoteSender:
@@ -315,13 +441,9 @@ class RemoteSender(WeightSender):
     @override
     def _start_here(self) -> None:
         super()._start_here()
-        self._packer = Packer()
-        self._nodes: Any = self._scheme.make_fan_out(self._packer) if self._scheme.fan_out == "node" else None
-
-    @property
-    def default_timeout(self) -> float:  # type: ignore[override]
-        """Of a call without timeout=, in seconds: the scheme's."""
-        return self._scheme.timeout
+        scheme, self._packer = self._scheme, Packer()
+        self.default_timeout = scheme.timeout
+        self._nodes: Any = None if scheme.fan_out is None else scheme.make_fan_out(scheme, self._packer)
 
     @override
     def _find_workers(self, arguments: Arguments) -> None:
@@ -330,31 +452,52 @@ class RemoteSender(WeightSender):
         for index, worker in enumerate(workers):
             self.register_worker(index, worker)
 
+    def resend(self, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None) -> int:
+        """Send the last weights again, to all workers or to these, such as those that joined late.
+
+        Returns their version, 0 if nothing was sent yet. With partial=True, all that the model of init_on_sender() has
+        now is sent; that, and with fan_out="node" the last weights too, is a new version. Raises as send() does.
+        """
+        deadline = deadline_after(timeout, self.default_timeout)
+        with self._one_at_a_time("resend", deadline):
+            source: Any = self._packer.newest if self._nodes is None else self._nodes.last_weights()
+            if source is None:
+                return 0
+            if self._scheme.partial:
+                source = self._source(None)
+            posted = self._post(source, self._chosen(worker_ids), deadline)
+            self._gather(posted, deadline)
+            return posted.version
+
     @override
     def _post(self, source: Any, workers: list[int], deadline: float) -> Posted:
+        """Begin a send. `source`: weights, or packed ones with the version that they have."""
         living = self._living(workers)
         connected = {index: transport for index, transport in living.items() if transport.connected}
-        version = self._version = self._version + 1  # now: a node may have it although this raises
-        if self._nodes is not None:
-            exchange: Exchange = self._nodes.post(
-                source, self._model_id, version, connected, self._transports, deadline
-            )
+        if isinstance(source, PackedWeights):
+            packed = source
         else:
-            packed = self._packer.pack(source, self._model_id, version)
-            content = next(iter(connected.values())).wrap(packed) if connected else None
-            exchange = Exchange(version, connected, lambda index: one_step(connected[index], content)).begin()
-        return exchange
+            self._version += 1  # now: a node may have it although this raises
+            if self._nodes is not None:
+                label = Label(self._packer.session, self._model_id, self._version, True, b"", {})
+                exchange: Exchange = self._nodes.post(source, label, connected, self._transports, deadline)
+                return exchange
+            packed = self._packer.pack(source, self._model_id, self._version)
+        content = next(iter(connected.values())).wrap(packed) if connected else None
+        return Exchange(packed.label.version, connected, lambda _, index: one_step(connected[index], content))
 
     @override
     def _gather(self, posted: Posted, deadline: float) -> None:
         assert isinstance(posted, Exchange)
-        posted.finish(deadline)
-        posted.outcome.check(f"version {posted.version} of {self._model_id!r}", posted.version)
+        posted.finish(deadline, f"version {posted.version} of {self._model_id!r}")
 
     def close(self) -> None:
         """End the arena of this node, if there is one. Idempotent."""
         if self._nodes is not None:
             self._nodes.close()
+
+
+_receivers: weakref.WeakSet[RemoteReceiver] = weakref.WeakSet()  # in this process, with a model
 
 
 class RemoteReceiver(WeightReceiver):
@@ -370,17 +513,17 @@ class RemoteReceiver(WeightReceiver):
         super()._start_here()
         self._applying = threading.Lock()
         self._news = threading.Event()
-        self._arena: Any = None  # a nodes.Attached
+        self.attached: Any = None  # a nodes.Attached
 
     @override
     def _connect(self, arguments: Arguments) -> None:
-        allow_views(self, self._model_id)  # apply_weights() copies them
+        _receivers.add(self)
 
     @property
     @override
     def version(self) -> int:
         """The version that the model uses now; 0: as it came. With fan_out="node" each forward uses the newest."""
-        return self._version if self._arena is None else self._arena.version
+        return self._version if self.attached is None else self.attached.subscriber.version
 
     @override
     def apply_weights(self, weights: Any) -> None:
@@ -400,7 +543,7 @@ class RemoteReceiver(WeightReceiver):
         with self._applying:
             model = self._resolve_model_ref()
             if hasattr(weights, "attach"):  # nodes.News
-                self._arena = weights.attach(self._arena, model, self)
+                self.attached = weights.attach(self, model)
             else:
                 self._strategy.apply_weights(model, weights)
             self._version = self._version + 1 if label is None else label.version
@@ -422,7 +565,12 @@ class RemoteReceiver(WeightReceiver):
 
     @override
     def close(self) -> None:
-        """Leave the arena; a bound model raises ClosedError when it is called from now on."""
+        """Leave the arena; a bound module raises ClosedError when it is called from now on."""
         with self._applying:
-            if self._arena is not None:
-                self._arena.close()
+            self.leave()
+
+    def leave(self) -> None:
+        """Leave the arena, inside apply_weights() or close()."""
+        if self.attached is not None:
+            attached, self.attached = self.attached, None
+            attached.subscriber.close()

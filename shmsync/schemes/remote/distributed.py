@@ -23,7 +23,7 @@ import itertools
 import math
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -36,39 +36,71 @@ from ...engine.outcome import Failure
 from ...errors import ProtocolError, WriterDied
 from ..context import Arguments
 from ..strategy import WeightStrategy
-from .base import DEFAULT_TIMEOUT, Dead, Failed, RemoteReceiver, RemoteScheme, RemoteTransport, Request
-from .nodes import News, NodeFanOut, Options, here, publish_here
-from .packed_weights import Label, PackedWeights, Packer, unpack
+from .base import Dead, Failed, Label, PackedWeights, RemoteReceiver, RemoteScheme, RemoteTransport, Request, unpack
+from .nodes import News, NodeFanOut
 
 UPDATE, UPDATED, FAILED = "update_weights", "updated", "failed"
 _FASTEST, _SLOWEST = 0.0002, 0.005  # seconds between two looks into a store
 _FIRST_PROBE = 0.05  # seconds
-_STRATEGY = WeightStrategy()
 _INITIAL = 1 << 30  # the tag of initial weights; a program's own messages have small tags
 _tags = itertools.count(_INITIAL + 1)
-_kept: dict[int, Any] = {}  # works and weights of messages without an answer, by tag
-_initial: dict[int, list[Any]] = {}  # the same of initial weights, by rank
+_kept: dict[tuple[int, int], Any] = {}  # works and weights of messages without an answer, by rank and tag
 
 
-class Message(NamedTuple):
-    """What a label key has. `content`: a Label of bytes that come by isend(), or News, in place of them."""
+class DistributedWeightSyncScheme(RemoteScheme):
+    """Sends each rank of torch.distributed, or with fan_out="node" each node, one flat buffer; receive() applies it.
 
-    tag: int
-    source: int  # the sender's rank
-    size: int  # bytes
-    content: Label | News
-    lead: Options | None  # publish them for this node, and answer with News
+    Args:
+        backend: "gloo", the one that is supported; init_process_group() is called by the user.
+        sync: kept for code that has it; both ways end by the deadline.
+        **options: strategy=, fan_out=, timeout= and the others of RemoteScheme.
+
+    init_on_sender() takes `store`, which all ranks use (else the default process group's); `ranks`, or `num_workers`
+    for the ranks 1 to num_workers (else every rank but this one); `model` (or `source_model`). init_on_worker() takes
+    `store` and `rank` (else the default process group's) and `model`. Each may be an argument or come from the context,
+    which is held weakly. Both raise ProtocolError without a process group when one is needed.
+    """
+
+    make_fan_out = NodeFanOut
+
+    def __init__(self, backend: str = "gloo", sync: bool = True, **options: Any) -> None:
+        super().__init__(**options)
+        if backend != "gloo":
+            raise ValueError(f'backend is "gloo", not {backend!r}; weights on a GPU are fetched before they are sent')
+        self.backend = backend
+        self.sync = sync
+
+    @override
+    def create_transport(self, pipe_or_context: Any = None) -> DistributedTransport:
+        """The transport to a rank, given as (store, rank)."""
+        store, rank = (None, None) if pipe_or_context is None else pipe_or_context
+        return DistributedTransport(store, rank, self.sync, timeout=self.timeout)
+
+    @override
+    def create_receiver(self) -> DistributedReceiver:
+        return DistributedReceiver(self)
+
+    @override
+    def workers(self, arguments: Arguments) -> list[tuple[Any, int]]:
+        ranks: Sequence[int] | None = arguments.get("ranks")
+        if ranks is None:
+            count = arguments.check_count(None, "ranks", "num_workers", "num_collectors")
+            if count is not None:
+                ranks = range(1, count + 1)
+            else:
+                need_group("ranks= or num_workers=")
+                ranks = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+        store = store_of(arguments)
+        return [(store, rank) for rank in ranks]
 
 
-def poll(ready: Any, deadline: float) -> bool:
-    """Look until `ready()` is true, less often with time; False at the monotonic time `deadline`."""
-    began = time.monotonic()
-    while not ready():
-        now = time.monotonic()
-        if now >= deadline:
-            return False
-        time.sleep(max(0.0, min(_FASTEST + (now - began) / 20, _SLOWEST, deadline - now)))
-    return True
+def store_of(arguments: Arguments) -> Any:
+    """The store for a model: each model but "policy" has its own keys."""
+    store = arguments.get("store")
+    if store is None:
+        need_group("store=")
+        store = dist.PrefixStore("shmsync", dist.distributed_c10d._get_default_store())
+    return store if arguments.model_id == "policy" else dist.PrefixStore(arguments.model_id, store)
 
 
 def need_group(instead: str = "") -> None:
@@ -80,65 +112,87 @@ def need_group(instead: str = "") -> None:
         )
 
 
-class RankRequest(Request):
-    """A message that a rank has not answered."""
+def poll(ready: Callable[[], bool], deadline: float) -> bool:
+    """Look until `ready()` is true, less often with time; False at the monotonic time `deadline`."""
+    began = time.monotonic()
+    while not ready():
+        now = time.monotonic()
+        if now >= deadline:
+            return False
+        time.sleep(max(0.0, min(_FASTEST + (now - began) / 20, _SLOWEST, deadline - now)))
+    return True
 
-    def __init__(self, store: Any, rank: int, message: Message, packed: PackedWeights | None) -> None:
-        self._store, self._rank, self._tag = store, rank, message.tag
-        self.expected = UPDATED
+
+# ---- the sender's side
+
+
+class Message(NamedTuple):
+    """What a label key has."""
+
+    tag: int
+    source: int  # the sender's rank
+    size: int  # bytes that come by isend()
+    content: Label | News | None  # a Label says what these bytes are
+    call: tuple[Any, ...] | None  # (function, arguments): answer what it returns; None: apply the content
+
+
+class RankRequest(Request):
+    """A message that a rank has not answered. `expected`: the word that means that all went well."""
+
+    expected = UPDATED
+
+    def __init__(self, store: Any, rank: int, content: Any, call: tuple[Any, ...] | None = None) -> None:
+        tag, packed = next(_tags), content if isinstance(content, PackedWeights) else None
+        self._store, self._key = store, (rank, tag)
         self._out = f"NODE_{rank}_out"
         self._answer: tuple[str, Any] | None = None
         self._dead = ""
         self._began = self._probed = time.monotonic()
-        if packed is not None and message.size:  # nobody else gets the buffer of weights that are kept
-            _kept[message.tag] = isend(packed.buffer, rank, message.tag), packed
+        if packed is not None:
+            need_group()
+            _kept[self._key] = isend(packed.buffer, rank, tag), packed  # nobody else gets the buffer meanwhile
         else:
             probe(rank)
+        source, size = dist.get_rank() if dist.is_initialized() else 0, 0 if packed is None else packed.buffer.nbytes
+        message = Message(tag, source, size, content if packed is None else packed.label, call)
         try:
             store.set(f"NODE_{rank}_in_label", pickle.dumps(message))
             store.set(f"NODE_{rank}_in", UPDATE)
         except dist.DistError as error:
-            raise lost(error) from error
+            raise Dead(lost(error)) from error
 
     @override
     def done(self) -> bool:
-        if self._answer is None and not self._dead:
-            try:
-                self._look()
-            except dist.DistError as error:
-                self._dead = str(lost(error))
+        """Take the answer, if it is there. If not, now and then find out whether the rank is dead."""
+        now = time.monotonic()
+        try:
+            probes = now - self._probed >= max(_FIRST_PROBE, self._probed - self._began)
+            if not self._dead and not self._is_answered() and probes:
+                self._probed = now
+                try:
+                    probe(self._key[0])
+                except Dead as dead:
+                    if not self._is_answered():  # it may have answered, and then died
+                        self._dead = str(dead)
+        except dist.DistError as error:
+            self._dead = lost(error)
         return self._answer is not None or bool(self._dead)
 
-    def _look(self) -> None:
-        """Take the answer, if it is there. If not, now and then find out whether the rank is dead."""
-        if self._take():
-            return
-        now = time.monotonic()
-        if now - self._probed >= max(_FIRST_PROBE, self._probed - self._began):
-            self._probed = now
-            try:
-                probe(self._rank)
-            except Dead as dead:
-                if not self._take():  # it may have answered, and then died
-                    self._dead = str(dead)
-
-    def _take(self) -> bool:
-        """Was there an answer?"""
-        if not self._store.check([self._out]):
-            return False
-        word, beside = self._store.get(self._out).decode(), f"{self._out}_version"
-        tag, content = None, None
-        if self._store.check([beside]):  # a loop of the user's own may set the word alone
-            tag, content = pickle.loads(self._store.get(beside))
-            self._store.delete_key(beside)
-        self._store.delete_key(self._out)
-        if tag in (None, self._tag):
-            self._answer = word, content
+    def _is_answered(self) -> bool:
+        if self._answer is None and self._store.check([self._out]):
+            word, beside = self._store.get(self._out).decode(), f"{self._out}_version"
+            tag, content = None, None
+            if self._store.check([beside]):  # a loop of the user's own may set the word alone
+                tag, content = pickle.loads(self._store.get(beside))
+                self._store.delete_key(beside)
+            self._store.delete_key(self._out)
+            if tag in (None, self._key[1]):
+                self._answer = word, content
         return self._answer is not None
 
     @override
     def result(self) -> Any:
-        _kept.pop(self._tag, None)
+        _kept.pop(self._key, None)
         if self._answer is None:
             raise Dead(self._dead)
         word, content = self._answer
@@ -146,13 +200,12 @@ class RankRequest(Request):
             raise Failed(content)
         if word != self.expected:
             raise Failed(f"it answered {word!r}")
-        _initial.pop(self._rank, None)  # a rank takes them before it takes messages
+        _kept.pop((self._key[0], _INITIAL), None)  # a rank takes them before it takes messages
         return content
 
 
 def isend(tensor: torch.Tensor, rank: int, tag: int) -> Any:
     """Begin to send; the work. Raises Dead when the rank's connection is closed."""
-    need_group()
     try:
         return dist.isend(tensor, rank, tag=tag)
     except RuntimeError as error:
@@ -165,9 +218,12 @@ def probe(rank: int) -> None:
         isend(torch.empty(0), rank, next(_tags))
 
 
-def lost(error: Exception) -> Dead:
-    """What a store that cannot be reached means for its ranks."""
-    return Dead(f"the store cannot be reached: {str(error).splitlines()[0][:200]}")
+def lost(error: Exception) -> str:
+    """How a store that cannot be reached reads in an error."""
+    return f"the store cannot be reached: {str(error)[:200]}"
+
+
+# ---- the worker's side
 
 
 def receive(size: int, source: int, tag: int, timeout: float, buffer: torch.Tensor | None = None) -> torch.Tensor:
@@ -187,19 +243,54 @@ def receive(size: int, source: int, tag: int, timeout: float, buffer: torch.Tens
     return buffer
 
 
-class NodeRequest(Request):
-    """Which node a rank is on: it says so in the store when it becomes a worker."""
+class DistributedReceiver(RemoteReceiver):
+    """Applies what has come at receive(), on the thread that calls it."""
 
-    def __init__(self, store: Any, rank: int) -> None:
-        self._store, self._key = store, f"NODE_{rank}_node"
-
-    @override
-    def done(self) -> bool:
-        return bool(self._store.check([self._key]))
+    _transport: DistributedTransport
 
     @override
-    def result(self) -> str:
-        return str(self._store.get(self._key).decode())
+    def _connect(self, arguments: Arguments) -> None:
+        super()._connect(arguments)
+        rank = arguments.get("rank")
+        if rank is None:
+            need_group("rank=")
+            rank = dist.get_rank()
+        self._register_worker_transport((store_of(arguments), rank))
+        self._transport.uses_one_buffer = True
+
+    @override
+    def receive(self, timeout: float | None = 0.001) -> bool:
+        """Apply what has arrived, within `timeout` seconds (None: the scheme's), and answer it. Was there news?
+
+        Weights that cannot be applied raise in the sender; the model keeps what it had. Raises WriterDied when the
+        sender dies in the middle of a transfer, ValueError without a model.
+        """
+        self._scheme.check_open("receive")
+        try:
+            received = None if self._transport is None else self._transport.receive_weights(timeout)
+            if received is not None:
+                self.apply_weights(received)
+        except WriterDied:
+            raise
+        except Exception:
+            self._resolve_model_ref()  # a receiver without a model raises here too
+            return False
+        return received is not None
+
+    @override
+    def apply_weights(self, weights: Any) -> None:
+        """Apply what `transport.receive_weights()` gave, and answer the sender."""
+        try:
+            super().apply_weights(weights)
+        except Exception as error:
+            if self._transport is not None:
+                self._transport.send_failure(error)
+            raise
+        if self._transport is not None:
+            self._transport.send_ack()
+
+
+# ---- the API's transport, which has both sides
 
 
 class DistributedTransport(RemoteTransport):
@@ -210,7 +301,7 @@ class DistributedTransport(RemoteTransport):
         rank: the worker's. None: every call does nothing.
         sync: kept for code that has it; both ways end by the deadline.
         weights_buffer: a TensorDict that receive_weights() fills; None: it makes new tensors.
-        timeout: seconds that a send waits, and that a transfer may take; math.inf waits without limit.
+        timeout: seconds that a send waits, and that a transfer may take; math.inf waits without limit, None is 60.
 
     The default process group of torch.distributed (gloo) moves the tensors.
     """
@@ -222,54 +313,51 @@ class DistributedTransport(RemoteTransport):
         sync: bool = True,
         *,
         weights_buffer: Any = None,
-        timeout: float | None = DEFAULT_TIMEOUT,
+        timeout: float | None = None,
     ) -> None:
         super().__init__(timeout)
         self.store, self.rank, self.sync, self.weights_buffer = store, rank, sync, weights_buffer
-        self._taken: Message | None = None  # what send_ack() answers
-        self._answered = False  # once: a second answer to a message must not count for the next one
+        self.uses_one_buffer = False  # the weights of one receive_weights() are overwritten by the next
         self._buffer: torch.Tensor | None = None
+        self._taken: Message | None = None  # what send_ack() answers
 
     @property
     @override
     def connected(self) -> bool:
         return self.store is not None and self.rank is not None
 
-    # ---- the sender's side
+    @override
+    def check_connection(self) -> bool:
+        """Is there a process group in this process?"""
+        return bool(dist.is_initialized())
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Nothing: init_process_group() has made the connection."""
+
+    def setup_connection_and_weights_on_receiver(
+        self, *, worker_idx: int | None = None, weights: Any = None, model: Any = None, strategy: Any = None
+    ) -> None:
+        """Nothing: init_process_group() has made the connection."""
 
     @override
     def start(self, content: Any) -> RankRequest:
-        return self._post(content, None)
+        return RankRequest(self.store, self.rank, content)  # type: ignore[arg-type]
 
-    def lead(self, content: Any, options: Options) -> RankRequest:
-        """Let the rank publish these weights for its node. The answer is News."""
-        return self._post(content, options)
-
-    def locate(self) -> NodeRequest:
-        """Ask the rank for its node."""
-        return NodeRequest(self.store, self.rank)  # type: ignore[arg-type]
-
-    def _post(self, content: PackedWeights | News, options: Options | None) -> RankRequest:
-        assert self.rank is not None
-        source = dist.get_rank() if dist.is_initialized() else 0
-        if isinstance(content, News):
-            return RankRequest(self.store, self.rank, Message(next(_tags), source, 0, content, None), None)
-        need_group()
-        message = Message(next(_tags), source, content.buffer.nbytes, content.label, options)
-        return RankRequest(self.store, self.rank, message, content)
+    def call(self, function: Callable[..., Any], content: Any = None, *args: Any) -> RankRequest:
+        """Let the rank's receive() call function(content, *args), and answer what that returns."""
+        return RankRequest(self.store, self.rank, content, (function, *args))  # type: ignore[arg-type]
 
     @staticmethod
     @override
-    def wait(requests: Sequence[Any], seconds: float, *, first: bool) -> None:
-        enough = any if first else all
-        poll(lambda: enough([request.done() for request in requests]), time.monotonic() + seconds)
+    def wait(requests: Sequence[Any], seconds: float) -> None:
+        poll(lambda: all(request.done() for request in requests), time.monotonic() + seconds)
 
     @override
-    def check_ack(self, message: str = "updated", *, timeout: float | None = None) -> None:
+    def check_ack(self, message: str = "updated") -> None:
         """Wait for the answer to the last send_weights_async(), which should be `message`; RuntimeError for another."""
         if isinstance(self.request, RankRequest):
             self.request.expected = message
-        self.wait_ack(timeout=timeout)
+        self.wait_ack()
 
     def send_initial_weights(self, weights: Any) -> None:
         """Send weights without the store, to a worker that calls receive_initial_weights(). Does not wait for it.
@@ -279,17 +367,29 @@ class DistributedTransport(RemoteTransport):
         """
         if self.rank is None:
             return
+        need_group()
         packed = self._packer.pack(weights, "policy", 0)
-        label = torch.frombuffer(bytearray(pickle.dumps(packed.label)), dtype=torch.uint8)
-        sizes = torch.tensor([label.nbytes, packed.buffer.nbytes], dtype=torch.int64, device="cpu")
+        whole = pickle.dumps((packed.label, packed.buffer.numpy()), protocol=5)
+        parts = [torch.tensor([len(whole)], device="cpu"), torch.frombuffer(bytearray(whole), dtype=torch.uint8)]
         try:
-            parts = [sizes.view(torch.uint8), label, packed.buffer]
-            works = [isend(part, self.rank, _INITIAL) for part in parts if part.nbytes]
+            works = [isend(part, self.rank, _INITIAL) for part in parts]
         except Dead as dead:
             raise RuntimeError(f"rank {self.rank} is dead: {dead}") from dead
-        _initial.setdefault(self.rank, []).append((works, parts, packed))
+        _kept.setdefault((self.rank, _INITIAL), []).append((works, parts))
 
-    # ---- the worker's side
+    def receive_initial_weights(self) -> Any:
+        """What rank 0 sends with send_initial_weights(); None without a rank. Does not use the store.
+
+        Raises WriterDied when they do not come within the transport's timeout; gloo then closes the connection.
+        """
+        if self.rank is None:
+            return None
+        size = int(receive(8, 0, _INITIAL, self.timeout).view(torch.int64))
+        weights = unpack(*pickle.loads(receive(size, 0, _INITIAL, self.timeout).numpy().data))
+        if self.weights_buffer is None:
+            return weights
+        WeightStrategy().apply_weights(self.weights_buffer, weights)
+        return self.weights_buffer
 
     @override
     def receive_weights(
@@ -314,30 +414,26 @@ class DistributedTransport(RemoteTransport):
         Raises ManifestMismatch for weights that fit neither, which also raises in the sender; WriterDied when the
         sender is gone.
         """
-        message = self.next_message(deadline_after(timeout, self.timeout))
-        if message is None:
-            return None
-        target = self.weights_buffer if weights is None else weights
-        try:
-            received = self.content_of(message, private=target is None)
-            for destination in (target, model):
-                if destination is not None:
-                    (strategy or _STRATEGY).apply_weights(destination, received)
-        except Exception as error:
-            self.send_failure(error)
-            raise
-        received = received if target is None else target
-        if (weights, model, strategy) != (None, None, None):
-            return received
-        return message.content.label.model_id if isinstance(
-            message.content, News
-        ) else message.content.model_id, received
+        deadline = deadline_after(timeout, self.timeout)
+        while (message := self._next_message(deadline)) is not None:
+            target = self.weights_buffer if weights is None else weights
+            try:
+                received = self._content_of(message)
+                if message.call is not None:
+                    function, *args = message.call
+                    self.send_ack(content=function(received, *args))
+                    continue
+                for destination in (target, model):
+                    if destination is not None:
+                        (strategy or WeightStrategy()).apply_weights(destination, received)
+            except Exception as error:
+                self.send_failure(error)
+                raise
+            model_id, received = received.label.model_id, received if target is None else target
+            return (model_id, received) if (weights, model, strategy) == (None, None, None) else received
+        return None
 
-    def next_message(self, deadline: float) -> Message | None:
-        """The next message to this rank; None when none comes until the monotonic time `deadline`.
-
-        Raises WriterDied when the store is gone, which mostly lives in the trainer.
-        """
+    def _next_message(self, deadline: float) -> Message | None:
         if not self.connected:
             return None
         label, word = f"NODE_{self.rank}_in_label", f"NODE_{self.rank}_in"
@@ -350,16 +446,15 @@ class DistributedTransport(RemoteTransport):
             if self.store.check([word]) and self.store.get(word) == UPDATE.encode():
                 self.store.delete_key(word)
         except dist.DistError as error:
-            raise WriterDied(f"the store cannot be reached, so no weights will come: {str(error)[:200]}") from error
+            raise WriterDied(f"{lost(error)}; no weights will come") from error
         self._taken = message
         return message
 
-    def content_of(self, message: Message, *, private: bool) -> Any:
-        """The weights of a message. `private`: else they are overwritten by the next ones."""
-        if isinstance(message.content, News):
+    def _content_of(self, message: Message) -> Any:
+        if not isinstance(message.content, Label):
             return message.content
-        buffer = receive(message.size, message.source, message.tag, self.timeout, None if private else self._buffer)
-        self._buffer = None if private else buffer
+        buffer = receive(message.size, message.source, message.tag, self.timeout, self._buffer)
+        self._buffer = buffer if self.uses_one_buffer else None
         return unpack(message.content, buffer)
 
     @override
@@ -369,167 +464,14 @@ class DistributedTransport(RemoteTransport):
         Raises WriterDied when the store is gone, which mostly lives in the trainer.
         """
         taken, self._taken = self._taken, None
-        if not self.connected or (taken is None and self._answered):
+        if taken is None:
             return
         try:
-            if taken is not None:
-                self._answered = True
-                self.store.set(f"NODE_{self.rank}_out_version", pickle.dumps((taken.tag, content)))
+            self.store.set(f"NODE_{self.rank}_out_version", pickle.dumps((taken.tag, content)))
             self.store.set(f"NODE_{self.rank}_out", message)
         except dist.DistError as error:
-            raise WriterDied(f"the store cannot be reached, so nobody gets the answer: {str(error)[:200]}") from error
-
-    @property
-    def owes_answer(self) -> bool:
-        """Has it received weights that are not answered?"""
-        return self._taken is not None
+            raise WriterDied(f"{lost(error)}; nobody gets the answer") from error
 
     def send_failure(self, error: BaseException) -> None:
         """Answer what was received last with the exception that it raised here."""
         self.send_ack(FAILED, Failure.of(error))
-
-    def receive_initial_weights(self) -> Any:
-        """What rank 0 sends with send_initial_weights(); None without a rank. Does not use the store.
-
-        Raises WriterDied when they do not come within the transport's timeout; gloo then closes the connection.
-        """
-        if self.rank is None:
-            return None
-        need_group()
-        sizes = receive(16, 0, _INITIAL, self.timeout).view(torch.int64).tolist()
-        label, buffer = (receive(size, 0, _INITIAL, self.timeout) for size in sizes)
-        weights = unpack(pickle.loads(label.numpy().tobytes()), buffer)
-        if self.weights_buffer is None:
-            return weights
-        _STRATEGY.apply_weights(self.weights_buffer, weights)
-        return self.weights_buffer
-
-    # ---- either side
-
-    @override
-    def check_connection(self) -> bool:
-        """Is there a process group in this process?"""
-        return bool(dist.is_initialized())
-
-    def setup_connection_and_weights_on_sender(self) -> None:
-        """Nothing: init_process_group() has made the connection."""
-
-    def setup_connection_and_weights_on_receiver(
-        self, *, worker_idx: int | None = None, weights: Any = None, model: Any = None, strategy: Any = None
-    ) -> None:
-        """Nothing: init_process_group() has made the connection."""
-
-
-class DistributedWeightSyncScheme(RemoteScheme):
-    """Sends each rank of torch.distributed, or with fan_out="node" each node, one flat buffer; receive() applies it.
-
-    Args:
-        backend: "gloo", the one that is supported; init_process_group() is called by the user.
-        sync: kept for code that has it; both ways end by the deadline.
-        **options: strategy=, fan_out=, timeout= and the others of RemoteScheme.
-
-    init_on_sender() takes `store`, which all ranks use (else the default process group's); `ranks`, or `num_workers`
-    for the ranks 1 to num_workers (else every rank but this one); `model` (or `source_model`). init_on_worker() takes
-    `store` and `rank` (else the default process group's) and `model`. Each may be an argument or come from the context,
-    which is held weakly. Both raise ProtocolError without a process group when one is needed.
-    """
-
-    def __init__(self, backend: str = "gloo", sync: bool = True, **options: Any) -> None:
-        super().__init__(**options)
-        if backend != "gloo":
-            raise ValueError(f'backend is "gloo", not {backend!r}; weights on a GPU are fetched before they are sent')
-        self.backend = backend
-        self.sync = sync
-
-    @override
-    def make_fan_out(self, packer: Packer) -> NodeFanOut:
-        return NodeFanOut(self, packer)
-
-    @override
-    def create_transport(self, pipe_or_context: Any = None) -> DistributedTransport:
-        """The transport to a rank, given as (store, rank)."""
-        store, rank = (None, None) if pipe_or_context is None else pipe_or_context
-        return DistributedTransport(store, rank, self.sync, timeout=self.timeout)
-
-    @override
-    def workers(self, arguments: Arguments) -> list[tuple[Any, int]]:
-        ranks: Sequence[int] | None = arguments.get("ranks")
-        if ranks is None:
-            count = arguments.check_count(None, "ranks", "num_workers", "num_collectors")
-            if count is not None:
-                ranks = range(1, count + 1)
-            else:
-                need_group("ranks= or num_workers=")
-                ranks = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
-        store = store_of(arguments)
-        return [(store, rank) for rank in ranks]
-
-    @override
-    def create_receiver(self) -> DistributedReceiver:
-        return DistributedReceiver(self)
-
-
-def store_of(arguments: Arguments) -> Any:
-    """The store for a model: each model but "policy" has its own keys."""
-    store = arguments.get("store")
-    if store is None:
-        need_group("store=")
-        store = dist.PrefixStore("shmsync", dist.distributed_c10d._get_default_store())
-    return store if arguments.model_id == "policy" else dist.PrefixStore(arguments.model_id, store)
-
-
-class DistributedReceiver(RemoteReceiver):
-    """Applies what has come at receive(), on the thread that calls it."""
-
-    _transport: DistributedTransport
-
-    @override
-    def _connect(self, arguments: Arguments) -> None:
-        super()._connect(arguments)
-        rank = arguments.get("rank")
-        if rank is None:
-            need_group("rank=")
-            rank = dist.get_rank()
-        self._register_worker_transport((store_of(arguments), rank))
-        self._transport.store.set(f"NODE_{rank}_node", here())
-
-    @override
-    def receive(self, timeout: float | None = 0.001) -> bool:
-        """Apply what has arrived, within `timeout` seconds (None: the scheme's), and answer it. Was there news?
-
-        Weights that cannot be applied raise in the sender; the model keeps what it had. Raises WriterDied when the
-        sender dies in the middle of a transfer, ValueError without a model.
-        """
-        self._scheme.check_open("receive")
-        transport = self._transport
-        message = None if transport is None else transport.next_message(deadline_after(timeout, self._scheme.timeout))
-        if message is None:
-            return False
-        content = None
-        try:
-            weights = transport.content_of(message, private=False)
-            if message.lead is None:
-                super().apply_weights(weights)
-            else:
-                content = publish_here(weights, message.lead)
-        except Exception as error:
-            transport.send_failure(error)
-            self._resolve_model_ref()  # a receiver without a model raises here too
-            if isinstance(error, WriterDied):
-                raise
-            return False
-        transport.send_ack(content=content)
-        return message.lead is None
-
-    @override
-    def apply_weights(self, weights: Any) -> None:
-        """Apply weights that the worker's own loop got from `transport.receive_weights()`, and answer the sender."""
-        answers = self._transport is not None and self._transport.owes_answer
-        try:
-            super().apply_weights(weights)
-        except Exception as error:
-            if answers:
-                self._transport.send_failure(error)
-            raise
-        if answers:
-            self._transport.send_ack()

@@ -1,8 +1,9 @@
 """fan_out="node": one copy of the weights goes to each node, and all of its workers attach to it there.
 
-A send asks one worker of each node, the leader, to publish the weights, which reach it by the engine's own means. The
-answer is News: where the arena is, and which version it has. All workers of the node get the News in place of weights,
-attach to the arena and bind their module to it. On the trainer's own node the trainer publishes, and nobody leads.
+A send asks each worker for its node, once. It then asks one worker of each node, the leader, to publish the weights,
+which reach it by the engine's own means (transport.call()). The answer is News: where the arena is, and which version
+it has. All workers of the node get the News in place of weights, attach to the arena and bind their module to it. On
+the trainer's own node the trainer publishes, and nobody leads.
 
 When a leader dies, or still owes an answer to an earlier send, another worker of its node leads from then on, with an
 arena of its own; the workers that attached to the earlier one move over. An arena ends with its leader's process.
@@ -25,17 +26,17 @@ from ...engine.publisher import Publisher, writer_of
 from ...engine.subscriber import Subscriber, reader_of
 from ...errors import ClosedError, ProtocolError
 from ...memory.arena import nested
+from ...memory.manifest import Key
 from ...memory.process import me
 from ...memory.segment import Handle
 from ..strategy import WeightStrategy, leaves_of, refuse_odd
-from .base import Exchange, RemoteTransport, Steps
-from .packed_weights import Label, Packer, label_of
+from .base import Exchange, Label, Packer, RemoteTransport, Steps, by_name, label_of, unpack
 
 NODE_VARIABLE = "SHMSYNC_NODE"  # names the node of a process, in place of the host's name
 _READERS = 256  # of an arena; a row is 128 bytes
 
 
-def here() -> str:
+def here(_: Any = None) -> str:
     """The node of this process: processes with the same one can share an arena."""
     identity = me()
     name = os.environ.get(NODE_VARIABLE) or socket.gethostname()
@@ -45,36 +46,29 @@ def here() -> str:
 # ---- in the process that publishes
 
 
-class Options(NamedTuple):
-    """Of the arenas of a scheme."""
-
-    slots: int
-    timeout: float
-
-
 class NodeArena:
-    """The arena of one model on this node."""
+    """The arena of one sender's weights on this node."""
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
+    def __init__(self, session: str, slots: int, timeout: float) -> None:
+        self.session = session
+        self._options: dict[str, Any] = {"slots": slots, "max_readers": _READERS, "timeout": timeout}
         self.publisher: Publisher | None = None
+        self.extra: dict[Key, Any] = {}  # of the newest version
 
     def publish(self, weights: Any, label: Label, deadline: float) -> News:
         """Make weights the label's version. Raises as Publisher does, with nothing changed."""
         leaves, extra = leaves_of(weights)
         refuse_odd(leaves)
-        content, options = nested(leaves), self._options
         if self.publisher is None:
-            self.publisher = Publisher(
-                content, slots=options.slots, max_readers=_READERS, timeout=options.timeout, first_version=label.version
-            )
+            self.publisher = Publisher(nested(leaves), first_version=label.version, **self._options)
             writer_of(self.publisher).forget_source()
         else:
             writer = writer_of(self.publisher)
-            writer.publish(content, deadline, version=label.version)
+            writer.publish(nested(leaves), deadline, version=label.version)
             if writer.device is not None:  # others are told of this version
                 with writer.lock:
                     writer.ready(deadline)
+        self.extra = extra
         return News(label._replace(manifest=b"", extra=extra), self.publisher.handle)
 
     def close(self) -> None:
@@ -83,31 +77,38 @@ class NodeArena:
             self.publisher.close()
 
 
-_led: dict[str, tuple[str, NodeArena]] = {}  # by model: the sender's session, and what this process publishes for it
+_led: dict[str, NodeArena] = {}  # what this process publishes, by model
 
 
-def publish_here(weights: Any, options: Options) -> News:
+def publish_here(weights: Any, slots: int, timeout: float) -> News:
     """As leader: publish weights that a sender sent for the workers of this node."""
     label = label_of(weights)
     if label is None:
         raise ProtocolError("a node's leader publishes what a sender of shmsync sent; these weights have no label")
-    session, arena = _led.get(label.model_id, ("", None))
-    if arena is None or session != label.session:
+    arena = _led.get(label.model_id)
+    if arena is None or arena.session != label.session:
         if not _led:
             util.Finalize(None, _close_led, exitpriority=25)
         if arena is not None:  # of a trainer that was started again
             arena.close()
-        arena = NodeArena(options)
-        _led[label.model_id] = label.session, arena
-    return arena.publish(weights, label, deadline_after(None, options.timeout))
+        arena = _led[label.model_id] = NodeArena(label.session, slots, timeout)
+    return arena.publish(weights, label, deadline_after(None, timeout))
 
 
 def _close_led() -> None:
-    for _, arena in _led.values():
+    for arena in _led.values():
         arena.close()
 
 
 # ---- in every worker
+
+
+class Attached(NamedTuple):
+    """A worker's attachment to the arena of its node. A module is bound to it; anything else gets copies."""
+
+    handle: Handle
+    model: Any
+    subscriber: Subscriber
 
 
 @dataclass(frozen=True)
@@ -117,57 +118,34 @@ class News:
     label: Label
     handle: Handle
 
-    def attach(self, earlier: Attached | None, model: Any, receiver: Any) -> Attached:
-        """Let the model use the arena, which takes the place of an earlier one."""
-        attached = earlier
+    def attach(self, receiver: Any, model: Any) -> Attached:
+        """Let the receiver's model use the arena, which takes the place of an earlier one."""
+        attached: Attached | None = receiver.attached
         if attached is None or attached.handle != self.handle or attached.model is not model:
-            attached = Attached(self.handle, model, receiver, earlier)
-        attached.apply(self.label)
-        return attached
-
-
-class Attached:
-    """A worker's attachment to the arena of its node. A module is bound to it; anything else gets copies."""
-
-    def __init__(self, handle: Handle, model: Any, receiver: Any, earlier: Attached | None) -> None:
-        scheme = receiver._scheme
-        self.handle, self.model = handle, model
-        self.subscriber = Subscriber(
-            handle, consistency=scheme.consistency, worker=receiver.worker_idx, timeout=scheme.timeout
-        )
-        try:
-            if earlier is not None:
-                earlier.close()  # a module is bound to one arena
-                receiver._arena = None
-            if isinstance(model, nn.Module):
-                self.subscriber.bind(model, guard=can_be_called(model))
-        except BaseException:
-            self.subscriber.close()
-            raise
-
-    @property
-    def version(self) -> int:
-        """What the calling thread used last, else what is applied."""
-        return self.subscriber.version
-
-    def apply(self, label: Label) -> None:
-        """Move to this version."""
-        self.subscriber.refresh()
-        if reader_of(self.subscriber).applied_version < label.version:
+            options = receiver._scheme.consistency, receiver.worker_idx, receiver._scheme.timeout
+            subscriber = Subscriber(self.handle, consistency=options[0], worker=options[1], timeout=options[2])
+            try:
+                receiver.leave()  # a module is bound to one arena
+                if isinstance(model, nn.Module):
+                    subscriber.bind(model, guard=can_be_called(model))
+            except BaseException:
+                subscriber.close()
+                raise
+            attached = Attached(self.handle, model, subscriber)
+        attached.subscriber.refresh()
+        if reader_of(attached.subscriber).applied_version < self.label.version:
             raise ProtocolError(
-                f"version {label.version} cannot be applied inside a read section of this thread; receive outside it",
-                version=label.version,
+                f"version {self.label.version} cannot be applied inside a read section of this thread; receive outside "
+                "it",
+                version=self.label.version,
             )
-        if not isinstance(self.model, nn.Module):
-            with self.subscriber.read() as section:
-                WeightStrategy().apply_weights(self.model, section.weights)
-            return
-        for path, state in label.extra.items():
-            self.model.get_submodule(".".join(path)).set_extra_state(state)
-
-    def close(self) -> None:
-        """Leave the arena. Idempotent."""
-        self.subscriber.close()
+        if isinstance(model, nn.Module):
+            for path, state in self.label.extra.items():
+                model.get_submodule(".".join(path)).set_extra_state(state)
+        else:
+            with attached.subscriber.read() as section:
+                WeightStrategy().apply_weights(model, section.weights)
+        return attached
 
 
 # ---- in the trainer
@@ -177,18 +155,16 @@ class NodeFanOut:
     """The sends of one sender, by node."""
 
     def __init__(self, scheme: Any, packer: Packer) -> None:
-        self._options = Options(scheme.slots, scheme.timeout)
         self._packer = packer
-        self._near: NodeArena | None = None  # this node's
+        self._options = scheme.slots, scheme.timeout
+        self._near = NodeArena(packer.session, *self._options)  # this node's
         self._home = here()
-        self._leaders: dict[str, RemoteTransport] = {}
         self._closed = False
 
     def post(
         self,
         source: Any,
-        model_id: str,
-        version: int,
+        label: Label,
         chosen: Mapping[int, RemoteTransport],
         everybody: Mapping[int, RemoteTransport],
         deadline: float,
@@ -201,50 +177,50 @@ class NodeFanOut:
         if self._closed:
             raise ClosedError("this scheme was shut down, and its arenas are gone; make a new one")
         _check_whole_nodes(chosen, everybody)
-        made: dict[str, Any] = {}  # what leaders get, the News of each node, and which worker leads it in this send
+        refuse_odd(leaves_of(source)[0])
+        news: dict[str, News] = {}  # by node
+        leaders: dict[str, Any] = {}  # by node: the first of its workers that owes no answer
+        packed: list[Any] = []  # what leaders get, once there is one
 
         def near() -> News:
-            if self._home not in made:
-                self._near = self._near or NodeArena(self._options)
-                label = Label(self._packer.session, model_id, version, "tensordict", b"", {})
-                made[self._home] = self._near.publish(source, label, deadline)
-            found: News = made[self._home]
-            return found
+            if self._home not in news:
+                news[self._home] = self._near.publish(source, label, deadline)
+            return news[self._home]
 
-        def steps(index: int) -> Steps:
+        def steps(exchange: Exchange, index: int) -> Steps:
             transport: Any = chosen[index]
             if transport.node is None:
-                transport.node = yield transport.locate()
+                transport.node = yield transport.call(here)
             node = transport.node
             if node == self._home:
-                yield transport.start(near())
-                return
-            while node not in made:
-                leader: Any = self._leaders.get(node)
-                leads = leader is not transport and leader in exchange.open.values() and leader.node == node
-                if leads and (leader.request is None or leader.request in exchange.mine.values()):
-                    yield None  # until it has published
+                near()
+            while node not in news:
+                if leaders.setdefault(node, transport) is not transport:
+                    if leaders[node] in exchange.open.values():
+                        yield None  # until it has published
+                    else:
+                        del leaders[node]
                     continue
-                self._leaders[node] = transport
-                content = made.get("content")
-                if content is None:
-                    content = made["content"] = transport.wrap(self._packer.pack(source, model_id, version))
-                made[node] = yield transport.lead(content, self._options)
-            yield transport.start(made[node])
+                if not packed:
+                    packed.append(transport.wrap(self._packer.pack(source, label.model_id, label.version)))
+                news[node] = yield transport.call(publish_here, packed[0], *self._options)
+            yield transport.start(news[node])
 
         if any(transport.node == self._home for transport in chosen.values()):
             near()  # refuses what does not fit before anything is sent
-        else:
-            refuse_odd(leaves_of(source)[0])
-        exchange = Exchange(version, chosen, steps)
-        exchange.begin()
-        return exchange
+        return Exchange(label.version, chosen, steps)
+
+    def last_weights(self) -> Any:
+        """A copy of what was sent last; None: nothing yet."""
+        packed, near = self._packer.newest, self._near.publisher
+        if near is not None and (packed is None or near.version >= packed.label.version):
+            return near.state_dict() | by_name(self._near.extra)
+        return None if packed is None else unpack(packed.label, packed.buffer.clone())
 
     def close(self) -> None:
         """End the arena of this node. Idempotent."""
         self._closed = True
-        if self._near is not None:
-            self._near.close()
+        self._near.close()
 
 
 def _check_whole_nodes(chosen: Mapping[int, RemoteTransport], everybody: Mapping[int, RemoteTransport]) -> None:

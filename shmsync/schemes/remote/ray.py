@@ -8,8 +8,7 @@ return is the answer. What Ray reports of a dead actor is raised as WorkerDied.
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from typing_extensions import override
@@ -18,187 +17,30 @@ from ...engine.outcome import Failure
 from ...errors import ProtocolError
 from ..context import Arguments, find_object
 from ..strategy import Form
-from .base import Dead, Failed, RemoteReceiver, RemoteScheme, RemoteSender, RemoteTransport, Request
-from .nodes import News, NodeFanOut, Options, here, publish_here
-from .packed_weights import PackedWeights, Packer
+from .base import Dead, Failed, PackedWeights, RemoteReceiver, RemoteScheme, RemoteSender, RemoteTransport, Request
+from .nodes import NodeFanOut
 
 TensorTransport = Literal["object_store", "nixl"]
-_METHODS = {
-    "tensordict": ("_update_weights_tensordict", "params"),
-    "state_dict": ("_update_weights_state_dict", "state_dict"),
-}  # of RayModuleTransform's actors
 
 
-def require_ray(user: str) -> Any:
+def require_ray(user: object) -> Any:
     """The ray package. Raises ImportError, naming the extra, when it is not installed."""
     try:
         import ray
     except ImportError as error:
-        raise ImportError(f"{user} needs Ray, which is not installed; pip install 'shmsync[ray]'") from error
+        name = type(user).__name__
+        raise ImportError(f"{name} needs Ray, which is not installed; pip install 'shmsync[ray]'") from error
     return ray
 
 
-class RayRequest(Request):
-    """A call of an actor's method. `reference`: what the call returned."""
-
-    def __init__(self, reference: Any) -> None:
-        self.reference = reference
-        self.ready = False
-
-    @override
-    def done(self) -> bool:
-        if not self.ready:
-            wait([self], 0.0)
-        return self.ready
-
-    @override
-    def result(self) -> Any:
-        import ray
-        from ray import exceptions
-
-        gone = (
-            exceptions.RayActorError, exceptions.WorkerCrashedError, exceptions.NodeDiedError,
-            # It never started.
-            exceptions.ActorUnschedulableError, exceptions.RuntimeEnvSetupError, exceptions.ActorPlacementGroupRemoved,
-        )  # fmt: skip
-        try:
-            return ray.get(self.reference)
-        except exceptions.RayTaskError as error:
-            raise Failed(_failure(error)) from error
-        except gone as error:
-            final = not isinstance(error, exceptions.ActorUnavailableError)
-            raise Dead(f"Ray: {' '.join(_plain(str(error)))[:300]}", final=final) from error
-        except exceptions.RayError as error:  # what the actor raised cannot be rebuilt here, an object is lost, ...
-            raise Failed(_failure(error)) from error
-
-
-def wait(requests: Sequence[RayRequest], seconds: float, *, first: bool = False) -> None:
-    """Until all of these, or with `first` one of them, are ready; one call of Ray's."""
-    import ray
-
-    waiting = {request.reference: request for request in requests if not request.ready}
-    if not waiting:
-        if not requests:
-            time.sleep(seconds)
-        return
-    if first and len(waiting) < len(requests):
-        seconds = 0.0
-    count = 1 if first else len(waiting)
-    ready, _ = ray.wait(list(waiting), num_returns=count, timeout=seconds, fetch_local=False)
-    for reference in ready:
-        waiting[reference].ready = True
-
-
-def _plain(text: str) -> list[str]:
-    """The lines of what Ray says, without colours and pointers."""
-    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
-    return [line for line in lines if line.strip("^~ ")]
-
-
-def _failure(error: Any) -> Failure:
-    """What an actor raised."""
-    cause = getattr(error, "cause", None)
-    if not isinstance(cause, BaseException):  # of a class that cannot be rebuilt here; the text ends with the exception
-        text = _plain(str(error))
-        return Failure(None, None, text[-1] if text else repr(error), str(error))
-    return Failure.of(cause)._replace(trace=str(error))
-
-
-class RayTransport(RemoteTransport):
-    """Reaches one actor through Ray's object store.
-
-    Args:
-        remote_collector: the actor; None: every call does nothing.
-        tensor_transport: how Ray moves the weights.
-        timeout: seconds that send_weights() and wait_ack() wait; math.inf waits without limit.
-
-    Raises ImportError when Ray is not installed, ValueError for another tensor_transport.
-    """
-
-    def __init__(
-        self,
-        remote_collector: Any = None,
-        tensor_transport: TensorTransport = "object_store",
-        *,
-        timeout: float | None = 60.0,
-    ) -> None:
-        require_ray(type(self).__name__)
-        super().__init__(timeout)
-        self.actor = remote_collector
-        self.tensor_transport = check_tensor_transport(tensor_transport)
-
-    @property
-    @override
-    def connected(self) -> bool:
-        return self.actor is not None
-
-    @property
-    def method(self) -> tuple[str, str]:
-        """Of the actor, and the name of its parameter."""
-        return "update_policy_weights_", "policy_or_weights"
-
-    @override
-    def wrap(self, packed: PackedWeights) -> Any:
-        """The weights in the object store. As an array: Ray writes its bytes there, where it would pickle a tensor."""
-        import ray
-
-        if not ray.is_initialized():  # ray.put() would start a Ray on this machine
-            raise ProtocolError("Ray is not running in this process; call ray.init() before you send")
-        if self.tensor_transport == "object_store":
-            return ray.put(PackedWeights(packed.label, packed.buffer.numpy()))
-        try:
-            # A separate tensor: the other side may read it at any time.
-            content = PackedWeights(packed.label, packed.buffer.clone())
-            return ray.put(content, _tensor_transport=self.tensor_transport)
-        except Exception as error:
-            raise ProtocolError(
-                f"Ray {ray.__version__} did not take the weights with tensor_transport={self.tensor_transport!r}: "
-                f'{error}. It needs the package nixl in the trainer and in every actor; or use "object_store". Nothing '
-                "was sent"
-            ) from error
-
-    @override
-    def start(self, content: Any) -> RayRequest:
-        name, argument = self.method
-        try:
-            return RayRequest(getattr(self.actor, name).remote(**{argument: content}))
-        except (AttributeError, TypeError) as error:  # it has no such method, or other parameters
-            text = f"the actor does not take the weights: {error}; define its method {name}({argument})"
-            raise Failed(Failure.of(TypeError(text))._replace(trace=text)) from error
-
-    @staticmethod
-    @override
-    def wait(requests: Sequence[RayRequest], seconds: float, *, first: bool) -> None:
-        wait(requests, seconds, first=first)
-
-    def locate(self) -> RayRequest:
-        """Ask the actor for its node."""
-        return RayRequest(self.actor.__ray_call__.remote(_node_of))
-
-    def lead(self, content: Any, options: Options) -> RayRequest:
-        """Let the actor's process publish what wrap() gave, for its node. The answer is News."""
-        return RayRequest(self.actor.__ray_call__.remote(_publish, content, options))
-
-    @override
-    def check_connection(self) -> bool:
-        """Is Ray running in this process?"""
-        return bool(require_ray(type(self).__name__).is_initialized())
-
-
-def _node_of(actor: Any) -> str:
-    return here()
-
-
-def _publish(actor: Any, weights: Any, options: Options) -> News:
-    return publish_here(weights, options)
-
-
-def check_tensor_transport(tensor_transport: Any) -> TensorTransport:
+def check_tensor_transport(tensor_transport: TensorTransport) -> TensorTransport:
     """Raise ValueError for one that Ray does not have."""
     if tensor_transport not in ("object_store", "nixl"):
         raise ValueError(f'tensor_transport is "object_store" or "nixl", not {tensor_transport!r}')
-    found: TensorTransport = tensor_transport
-    return found
+    return tensor_transport
+
+
+# ---- actors with a method update_policy_weights_()
 
 
 class RayWeightSyncScheme(RemoteScheme):
@@ -217,15 +59,13 @@ class RayWeightSyncScheme(RemoteScheme):
     missing or contradictory ones, ImportError without Ray.
     """
 
+    make_fan_out = NodeFanOut
+
     def __init__(
         self, strategy: Form = "state_dict", *, tensor_transport: TensorTransport = "object_store", **options: Any
     ) -> None:
         super().__init__(strategy, **options)
         self.tensor_transport = check_tensor_transport(tensor_transport)
-
-    @override
-    def make_fan_out(self, packer: Packer) -> NodeFanOut:
-        return NodeFanOut(self, packer)
 
     @override
     def create_transport(self, pipe_or_context: Any = None) -> RayTransport:
@@ -234,49 +74,134 @@ class RayWeightSyncScheme(RemoteScheme):
 
     @override
     def workers(self, arguments: Arguments) -> Sequence[Any]:
-        require_ray(type(self).__name__)
+        require_ray(self)
         return list(arguments.needed("remote_collectors"))
 
 
-class RayActorTransport(RayTransport):
-    """Reaches one actor that has the methods of RayModuleTransform's.
+class RayTransport(RemoteTransport):
+    """Reaches one actor through Ray's object store.
 
     Args:
-        actor_ref: the actor; None: every call does nothing, until set_actor().
-        update_method: "tensordict": `_update_weights_tensordict(params)`; "state_dict": `_update_weights_state_dict(
-            state_dict)`.
-        tensor_transport: see RayTransport.
-        timeout: see RayTransport.
+        remote_collector: the actor; None: every call does nothing.
+        tensor_transport: how Ray moves the weights.
+        timeout: seconds that send_weights() and wait_ack() wait; math.inf waits without limit, None is 60.
 
-    Raises ImportError when Ray is not installed, ValueError for another update_method.
+    Raises ImportError when Ray is not installed, ValueError for another tensor_transport.
     """
+
+    method = "update_policy_weights_", "policy_or_weights"  # of the actor, and its parameter
 
     def __init__(
         self,
-        actor_ref: Any = None,
-        update_method: Form = "tensordict",
+        remote_collector: Any = None,
         tensor_transport: TensorTransport = "object_store",
         *,
-        timeout: float | None = 60.0,
+        timeout: float | None = None,
     ) -> None:
-        if update_method not in _METHODS:
-            raise ValueError(f"update_method is {' or '.join(map(repr, _METHODS))}, not {update_method!r}")
-        super().__init__(actor_ref, tensor_transport, timeout=timeout)
-        self.update_method = update_method
-
-    def set_actor(self, actor_ref: Any) -> None:
-        """Reach this actor from now on."""
-        self.actor, self.request, self.reported = actor_ref, None, False
+        self._ray = require_ray(self)
+        super().__init__(timeout)
+        self.actor = remote_collector
+        self.tensor_transport = check_tensor_transport(tensor_transport)
 
     @property
     @override
-    def method(self) -> tuple[str, str]:
-        return _METHODS[self.update_method]
+    def connected(self) -> bool:
+        return self.actor is not None
 
     @override
     def check_connection(self) -> bool:
         """Is Ray running in this process, and is there an actor?"""
-        return super().check_connection() and self.actor is not None
+        return bool(self._ray.is_initialized()) and self.connected
+
+    @override
+    def wrap(self, packed: PackedWeights) -> Any:
+        """The weights in the object store. As an array: Ray writes its bytes there, where it would pickle a tensor."""
+        if not self._ray.is_initialized():  # ray.put() would start a Ray on this machine
+            raise ProtocolError("Ray is not running in this process; call ray.init() before you send")
+        if self.tensor_transport == "object_store":
+            return self._ray.put(PackedWeights(packed.label, packed.buffer.numpy()))
+        try:
+            # A separate tensor: the other side may read it at any time.
+            content = PackedWeights(packed.label, packed.buffer.clone())
+            return self._ray.put(content, _tensor_transport=self.tensor_transport)
+        except Exception as error:
+            raise ProtocolError(
+                f"Ray {self._ray.__version__} did not take the weights with tensor_transport={self.tensor_transport!r}:"
+                f' {error}. It needs the package nixl in the trainer and in every actor; or use "object_store". Nothing'
+                " was sent"
+            ) from error
+
+    @override
+    def start(self, content: Any) -> RayRequest:
+        name, argument = self.method
+        try:
+            return RayRequest(getattr(self.actor, name).remote(**{argument: content}))
+        except (AttributeError, TypeError) as error:  # it has no such method, or other parameters
+            text = f"the actor does not take the weights: {error}; define its method {name}({argument})"
+            raise Failed(Failure.of(TypeError(text))._replace(trace=text)) from error
+
+    def call(self, function: Callable[..., Any], content: Any = None, *args: Any) -> RayRequest:
+        """Call function(content, *args) in the actor's process; the answer is what that returns."""
+        return RayRequest(self.actor.__ray_call__.remote(_call, function, content, *args))
+
+    @staticmethod
+    @override
+    def wait(requests: Sequence[RayRequest], seconds: float) -> None:
+        import ray
+
+        waiting = {request.reference: request for request in requests if not request.ready}
+        if waiting:
+            ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=seconds, fetch_local=False)
+            for reference in ready:
+                waiting[reference].ready = True
+
+
+def _call(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+class RayRequest(Request):
+    """A call of an actor's method. `reference`: what the call returned."""
+
+    def __init__(self, reference: Any) -> None:
+        self.reference = reference
+        self.ready = False
+
+    @override
+    def done(self) -> bool:
+        RayTransport.wait([self], 0.0)
+        return self.ready
+
+    @override
+    def result(self) -> Any:
+        import ray
+        from ray import exceptions
+
+        gone = (
+            exceptions.RayActorError, exceptions.WorkerCrashedError, exceptions.NodeDiedError,
+            # It never started.
+            exceptions.ActorUnschedulableError, exceptions.RuntimeEnvSetupError, exceptions.ActorPlacementGroupRemoved,
+        )  # fmt: skip
+        try:
+            return ray.get(self.reference)
+        except gone as error:
+            final = not isinstance(error, exceptions.ActorUnavailableError)
+            raise Dead(f"Ray: {' '.join(_plain(str(error)))[:300]}", final=final) from error
+        except exceptions.RayError as error:  # the actor raised, an object is lost, ...
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, BaseException):
+                raise Failed(Failure.of(cause)._replace(trace=str(error))) from error
+            last = (_plain(str(error)) or [repr(error)])[-1]  # its class cannot be rebuilt here; it ends the text
+            raise Failed(Failure(None, None, last, str(error))) from error
+
+
+def _plain(text: str) -> list[str]:
+    """The lines of what Ray says, without colours and pointers."""
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
+    return [line for line in lines if line.strip("^~ ")]
+
+
+# ---- actors that hold a module, such as RayModuleTransform's
 
 
 class RayModuleTransformScheme(RayWeightSyncScheme):
@@ -304,16 +229,6 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         return RayActorTransport(actor_of(pipe_or_context), self.strategy, self.tensor_transport, timeout=self.timeout)
 
     @override
-    def workers(self, arguments: Arguments) -> Sequence[Any]:
-        require_ray(type(self).__name__)
-        for name in ("actor_refs", "actors", "remote_collectors"):
-            if (actors := arguments.get(name)) is not None:
-                return list(actors)
-        if arguments.context is None:
-            raise ValueError("actor_refs or actors must be given, or a context that has the actor under the model id")
-        return ()
-
-    @override
     def create_sender(self) -> RayModuleTransformSender:
         return RayModuleTransformSender(self)
 
@@ -321,11 +236,54 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     def create_receiver(self) -> RayModuleTransformReceiver:
         return RayModuleTransformReceiver(self)
 
+    @override
+    def workers(self, arguments: Arguments) -> Sequence[Any]:
+        require_ray(self)
+        for name in ("actor_refs", "actors", "remote_collectors"):
+            if (actors := arguments.get(name)) is not None:
+                return list(actors)
+        if arguments.context is None:
+            raise ValueError("actor_refs or actors must be given, or a context that has the actor under the model id")
+        return ()
+
 
 def actor_of(found: Any) -> Any:
     """The actor that is meant: `._actor`, or the object itself."""
     # An actor handle raises AttributeError for what is no method of its class.
     return getattr(found, "_actor", found)
+
+
+class RayActorTransport(RayTransport):
+    """Reaches one actor that has the methods of RayModuleTransform's.
+
+    Args:
+        actor_ref: the actor; None: every call does nothing, until set_actor().
+        update_method: "tensordict": `_update_weights_tensordict(params)`; "state_dict": `_update_weights_state_dict(
+            state_dict)`.
+        tensor_transport: see RayTransport.
+        timeout: see RayTransport.
+
+    Raises ImportError when Ray is not installed, ValueError for another update_method.
+    """
+
+    def __init__(
+        self,
+        actor_ref: Any = None,
+        update_method: Form = "tensordict",
+        tensor_transport: TensorTransport = "object_store",
+        *,
+        timeout: float | None = None,
+    ) -> None:
+        if update_method not in ("tensordict", "state_dict"):
+            raise ValueError(f"update_method is 'tensordict' or 'state_dict', not {update_method!r}")
+        super().__init__(actor_ref, tensor_transport, timeout=timeout)
+        self.update_method = update_method
+        argument = "params" if update_method == "tensordict" else "state_dict"
+        self.method = f"_update_weights_{update_method}", argument
+
+    def set_actor(self, actor_ref: Any) -> None:
+        """Reach this actor from now on."""
+        self.actor, self.request, self.reported = actor_ref, None, False
 
 
 class RayModuleTransformSender(RemoteSender):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from typing_extensions import override
 
 from ...engine.outcome import Failure
@@ -20,125 +21,16 @@ from ..context import Arguments
 from .base import Dead, Failed, RemoteScheme, RemoteTransport, Request
 
 
-class RPCRequest(Request):
-    """A remote procedure call under way."""
-
-    def __init__(self, to: Any, function: Any, args: tuple[Any, ...]) -> None:
-        from torch.distributed import rpc
-
-        if not has_agent():
-            raise ProtocolError("this process has no RPC agent; call torch.distributed.rpc.init_rpc() before you send")
-        self._name = getattr(to, "name", to)
-        try:
-            # No time-out here: until the answer is there, the agent may still read the buffer that is sent.
-            self.future: Any = rpc.rpc_async(to, function, args=args, timeout=0)
-        except RuntimeError as error:
-            raise self._dead(error) from error
-        # A closure that keeps the arguments: the buffer is not used again before the answer is there.
-        self.answered = threading.Event()
-        self.future.add_done_callback(lambda _, kept=args: self.answered.set())
-
-    @override
-    def done(self) -> bool:
-        return bool(self.future.done())
-
-    @override
-    def result(self) -> Any:
-        try:
-            answer = self.future.wait()
-        except Exception as error:
-            if "On WorkerInfo(" in str(error):  # how torch marks what the other side raised
-                raise Failed(Failure(None, None, str(error).splitlines()[0], str(error))) from error
-            raise self._dead(error) from error
-        if isinstance(answer, Failure):
-            raise Failed(answer)
-        return answer
-
-    def _dead(self, error: BaseException) -> Dead:
-        return Dead(f"RPC worker {self._name}: {' '.join(str(error).split())[:200]}")
-
-
-def run_there(method: Any, rref: Any, weights: Any) -> Failure | None:
-    """On the worker: method(rref, weights). An exception is returned, since torch keeps neither its type nor cause."""
-    try:
-        method(rref, weights)
-    except Exception as error:
-        return Failure.of(error)
-    return None
-
-
-def has_agent() -> bool:
-    """Can this process make remote calls?"""
-    from torch.distributed import rpc
-
-    return bool(rpc.is_available() and rpc.api._is_current_rpc_agent_set())
-
-
-class RPCTransport(RemoteTransport):
-    """Reaches one object of an RPC worker.
-
-    Args:
-        collector_info: the worker: its WorkerInfo or its name. None: every call does nothing.
-        collector_rref: a reference to the object. None: every call does nothing.
-        collector_class: its class; `collector_class.update_policy_weights_(collector_rref, weights)` runs on the
-            worker.
-        timeout: seconds that send_weights() and wait_ack() wait; math.inf waits without limit.
-    """
-
-    def __init__(
-        self,
-        collector_info: Any = None,
-        collector_rref: Any = None,
-        collector_class: Any = None,
-        *,
-        timeout: float | None = 60.0,
-    ) -> None:
-        super().__init__(timeout)
-        self.info, self.rref, self.collector_class = collector_info, collector_rref, collector_class
-
-    @property
-    @override
-    def connected(self) -> bool:
-        return self.info is not None and self.rref is not None
-
-    @override
-    def start(self, content: Any) -> RPCRequest:
-        method = self.collector_class.update_policy_weights_
-        if hasattr(method, "_wrapped_async_rpc_function"):  # the agent there waits for the future that it returns
-            return RPCRequest(self.info, method, (self.rref, content))
-        return RPCRequest(self.info, run_there, (method, self.rref, content))
-
-    @staticmethod
-    @override
-    def wait(requests: Sequence[RPCRequest], seconds: float, *, first: bool) -> None:
-        deadline = time.monotonic() + seconds
-        for request in requests:
-            request.answered.wait(max(0.0, deadline - time.monotonic()))
-
-    @override
-    def check_connection(self) -> bool:
-        """Does this process have an RPC agent?"""
-        return has_agent()
-
-
 class RPCWeightSyncScheme(RemoteScheme):
     """Weights go to RPC workers, as an argument of `update_policy_weights_(rref, weights)`.
 
-    That is a method of the user's `collector_class`; it gives them to the receiver's apply_weights().
-
-    Args:
-        strategy: see RemoteScheme.
-        **options: those of RemoteScheme, but for fan_out="node", which is for Ray and torch.distributed.
+    That is a method of the user's `collector_class`; it gives them to the receiver's apply_weights(). The options are
+    those of RemoteScheme.
 
     init_on_sender() takes `collector_infos` and `collector_rrefs` (lists), `collector_class`, and `model` (or
     `source_model`); each as an argument or by the context, which is held weakly. It raises ValueError for missing or
     contradictory ones.
     """
-
-    def __init__(self, strategy: Any = "state_dict", **options: Any) -> None:
-        super().__init__(strategy, **options)
-        if self.fan_out is not None:
-            raise ValueError('fan_out="node" is for Ray and torch.distributed; with RPC each worker gets its own copy')
 
     @override
     def create_transport(self, pipe_or_context: Any = None) -> RPCTransport:
@@ -157,3 +49,98 @@ class RPCWeightSyncScheme(RemoteScheme):
                 f"there are {len(infos)} collector_infos but {len(rrefs)} collector_rrefs; give both for each worker"
             )
         return [(info, rref, collector_class) for info, rref in zip(infos, rrefs, strict=True)]
+
+
+class RPCTransport(RemoteTransport):
+    """Reaches one object of an RPC worker.
+
+    Args:
+        collector_info: the worker: its WorkerInfo or its name. None: every call does nothing.
+        collector_rref: a reference to the object. None: every call does nothing.
+        collector_class: its class; `collector_class.update_policy_weights_(collector_rref, weights)` runs on the
+            worker.
+        timeout: seconds that send_weights() and wait_ack() wait; math.inf waits without limit, None is 60.
+    """
+
+    def __init__(
+        self,
+        collector_info: Any = None,
+        collector_rref: Any = None,
+        collector_class: Any = None,
+        *,
+        timeout: float | None = None,
+    ) -> None:
+        super().__init__(timeout)
+        self.info, self.rref, self.collector_class = collector_info, collector_rref, collector_class
+
+    @property
+    @override
+    def connected(self) -> bool:
+        return self.info is not None and self.rref is not None
+
+    @override
+    def start(self, content: Any) -> RPCRequest:
+        return RPCRequest(self.info, self.collector_class.update_policy_weights_, self.rref, content)
+
+    @staticmethod
+    @override
+    def wait(requests: Sequence[RPCRequest], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for request in requests:
+            request.answered.wait(max(0.0, deadline - time.monotonic()))
+
+    @override
+    def check_connection(self) -> bool:
+        """Does this process have an RPC agent?"""
+        from torch.distributed import rpc
+
+        return bool(rpc.is_available() and rpc.api._is_current_rpc_agent_set())
+
+
+class RPCRequest(Request):
+    """A remote procedure call under way."""
+
+    def __init__(self, to: Any, *args: Any) -> None:
+        from torch.distributed import rpc
+
+        if not rpc.api._is_current_rpc_agent_set():
+            raise ProtocolError("this process has no RPC agent; call torch.distributed.rpc.init_rpc() before you send")
+        self._name = getattr(to, "name", to)
+        try:
+            # No time-out here: until the answer is there, the agent may still read the buffer that is sent.
+            self._future: Any = rpc.rpc_async(to, run_there, args=args, timeout=0)
+        except RuntimeError as error:
+            raise self._dead(error) from error
+        # A closure that keeps the arguments: the buffer is not used again before the answer is there.
+        self.answered = threading.Event()
+        self._future.add_done_callback(lambda _, kept=args: self.answered.set())
+
+    @override
+    def done(self) -> bool:
+        return bool(self._future.done())
+
+    @override
+    def result(self) -> Any:
+        try:
+            answer = self._future.wait()
+        except RuntimeError as error:  # the agent's own
+            raise self._dead(error) from error
+        except Exception as error:  # the other side has no such function or class
+            raise Failed(Failure(None, None, str(error).partition("\n")[0], str(error))) from error
+        if isinstance(answer, Failure):
+            raise Failed(answer)
+        return answer
+
+    def _dead(self, error: BaseException) -> Dead:
+        return Dead(f"RPC worker {self._name}: {' '.join(str(error).split())[:200]}")
+
+
+def run_there(method: Any, rref: Any, weights: Any) -> Failure | None:
+    """On the worker: method(rref, weights). An exception is returned, since torch keeps neither its type nor cause."""
+    try:
+        returned = method(rref, weights)
+        if isinstance(returned, torch.futures.Future):  # of rpc.functions.async_execution
+            returned.wait()
+    except Exception as error:
+        return Failure.of(error)
+    return None

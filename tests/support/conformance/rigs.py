@@ -75,7 +75,7 @@ class CallTransport(RemoteTransport):
         return Calling(self.address, pickle.loads(content))
 
     @staticmethod
-    def wait(requests, seconds, *, first):
+    def wait(requests, seconds):
         if not all(request.done() for request in requests):
             time.sleep(min(seconds, 0.001))
 

@@ -200,6 +200,11 @@ def wait_async(state):
     return state.sender.wait_async()
 
 
+def resend(state, workers=None):
+    fill(state.model, -1.0)  # it is not read again
+    return state.sender.resend(workers)
+
+
 def send_what_does_not_fit(state):
     return state.sender.send({"weight": torch.zeros(4, 500), "bias": torch.zeros(3)})
 
@@ -213,6 +218,15 @@ def open_transport(state, rank, **options):
 
 def use(state, call, *args, **kwargs):
     return getattr(state.transport, call)(*args, **kwargs)
+
+
+def wait_in_vain(state):
+    """wait_ack(), for 0.2 seconds."""
+    state.transport.timeout = 0.2
+    try:
+        state.transport.wait_ack()
+    finally:
+        state.transport.timeout = FOR_EVER
 
 
 def send_sample(state, value, call="send_weights"):

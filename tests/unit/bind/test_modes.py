@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shmsync.memory.torch_modes import plainly
 from shmsync.schemes import WeightStrategy
 from shmsync.schemes.multiprocess import _pickled as dumps
-from shmsync.schemes.remote.packed_weights import Packer, unpack
+from shmsync.schemes.remote.base import Packer, unpack
 from support.calls import switched
 from support.weights import bytes_of
 
