@@ -1,7 +1,8 @@
-"""Weights on a GPU: what a publish costs beside a bare copy on the device, and beside other ways to share.
+"""Weights of a GPU: what a publish costs beside a bare copy, on the device and to the host, and the way back.
 
     make bench BENCH=gpu
-    make bench BENCH=gpu ARGS="--sections '1 MB'"
+    make bench BENCH=gpu ARGS="--sections 'the aims'"     less than six minutes
+    make bench BENCH=gpu ARGS="--small --sections 'the aims'"     over the tests' device without hardware: no figures
 
 A machine without a GPU that shmsync can use prints why, and ends. A worker in another process looks at all values of
 each version. The memory needed is five times the size: the weights, two slots, and two buffers of the floor.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
@@ -21,11 +23,16 @@ import torch
 from common import Row, timed
 
 import shmsync
+from shmsync.engine.bind.binding import ModuleCheck
+from shmsync.engine.bind.guard import bind
+from shmsync.engine.subscriber import reader_of
 from shmsync.memory.cuda import refused
 
-GPU = "cuda:0"
-SIZES = {"1 MB": 1 << 20, "16 MB": 1 << 24, "256 MB": 1 << 28, "1 GB": 1 << 30}
-MOST = 30  # rounds
+SMALL = "--small" in sys.argv
+GPU = "simulated:0" if SMALL else "cuda:0"
+SIZES = {"1 MB": 1 << 20, "16 MB": 1 << 24, "256 MB": 1 << (22 if SMALL else 28), "1 GB": 1 << 30}
+MOST = 5 if SMALL else 30  # rounds
+AIMS = MOST if SMALL else 12  # rounds of the rows that have an aim
 
 
 def llama() -> list[int]:
@@ -44,8 +51,10 @@ def mixture() -> list[int]:
 
 
 SHAPES: dict[str, Callable[[], list[int]]] = {
-    "64 tensors": lambda: [1] * 64, "like an 8B Llama": llama, "like a mixture of experts": mixture
+    "64 tensors": lambda: [1] * 64, "like an 8B Llama": llama, "like a mixture of experts": mixture,
+    "1 tensor": lambda: [1], "4,000 tensors": lambda: [1] * 4000,
 }  # fmt: skip
+LARGE = ("64 tensors", "like an 8B Llama", "like a mixture of experts")
 
 
 def weights(nbytes: int, shape: str) -> dict[str, torch.Tensor]:
@@ -57,8 +66,16 @@ def weights(nbytes: int, shape: str) -> dict[str, torch.Tensor]:
 
 def synchronized(work: Callable[[], object]) -> float:
     """Seconds until the GPU has done it."""
-    torch.cuda.synchronize()
-    return timed(lambda: (work(), torch.cuda.synchronize()))
+    synchronize()
+    return timed(lambda: (work(), synchronize()))
+
+
+def synchronize() -> None:
+    torch.get_device_module(torch.device(GPU)).synchronize()
+
+
+def pinned(nbytes: int) -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=not SMALL)
 
 
 def follow(pipe: Connection, handle: shmsync.Handle, index: int) -> None:
@@ -76,32 +93,63 @@ def follow(pipe: Connection, handle: shmsync.Handle, index: int) -> None:
             pipe.send((version, stall, right))
 
 
-def arena(size: str, shape: str, workers: int) -> Iterator[Row]:
-    """publish(wait=[]) beside a copy of as many bytes on the GPU; how long trainer and worker stand still."""
+def arena(size: str, shape: str, workers: int, host: bool = False, aim: str = "") -> Iterator[Row]:
+    """publish(wait=[]) beside a copy of as many bytes to the same place; how long trainer and worker stand still.
+
+    `host`: the arena lies in the host's memory, and not on the GPU.
+    """
     source = weights(SIZES[size], shape)
     nbytes = sum(tensor.nbytes for tensor in source.values())
-    floor_from, floor_to = (torch.empty(nbytes, dtype=torch.uint8, device=GPU) for _ in range(2))
-    publishes, stands, floors, stalls, where = [], [], [], [], f"{size}, {shape}, {workers} workers"
+    floor_from = torch.empty(nbytes, dtype=torch.uint8, device=GPU)
+    floor_to = pinned(nbytes) if host else torch.empty_like(floor_from)
+    floor = "a copy to pinned memory" if host else "a copy on the GPU"
+    publishes, stands, floors, stalls = [], [], [], []
+    where = f"{size}, {shape}, {workers} workers, {'to the host' if host else 'on the GPU'}"
     with (
-        shmsync.Publisher(source, slots=2, device=GPU, timeout=common.PATIENCE) as pub,
+        shmsync.Publisher(source, slots=2, device="cpu" if host else GPU, timeout=common.PATIENCE) as pub,
         common.crew(follow, [(pub.handle, index) for index in range(workers)]) as crew,
     ):
         crew.answers()
-        for number in range(2 * MOST):
+        for number in range(2 * (AIMS if aim else MOST)):
             for tensor in source.values():
                 tensor.fill_(pub.version + 1)
-            torch.cuda.synchronize()
+            synchronize()
             if number % 2:
                 stands.append(timed(pub.publish))
             else:
                 publishes.append(synchronized(lambda: pub.publish(wait=[])))
-                floors.append(synchronized(lambda: floor_to.copy_(floor_from)))
+                floors.append(synchronized(lambda: floor_to.copy_(floor_from, non_blocking=True)))
             found = crew.answers()
             assert all(right and version == pub.version for version, _, right in found), f"workers have seen {found}"
             stalls += [stall for _, stall, _ in found]
-    yield Row(f"publish(wait=[]), {where}", publishes[3:], "a copy on the GPU", floors[3:])
-    yield Row(f"the trainer stands still in publish(), {where}", stands[3:])
+    most = f"{60 + 0.1 * len(source):.0f} us" if aim else ""
+    yield Row(f"publish(wait=[]), {where}", publishes[3:], floor, floors[3:], aim)
+    yield Row(f"the trainer stands still in publish(), {where}", stands[3:], aim=most)
     yield Row(f"a worker stands still to move, {where}", stalls[3 * workers :])
+
+
+def fetch(size: str, shape: str) -> Iterator[Row]:
+    """A worker's module on the GPU moves to a version in the host's memory, beside a copy of as many bytes."""
+    source = {name: tensor.cpu() for name, tensor in weights(SIZES[size], shape).items()}
+    module = torch.nn.ParameterDict({name: tensor.to(GPU) for name, tensor in source.items()}).requires_grad_(False)
+    nbytes = sum(tensor.nbytes for tensor in source.values())
+    floor_to, floor_from = torch.empty(nbytes, dtype=torch.uint8, device=GPU), pinned(nbytes)
+    moves, floors = [], []
+    with (
+        shmsync.Publisher(source, slots=2, device="cpu", timeout=common.PATIENCE) as pub,
+        shmsync.Subscriber(pub.handle, timeout=common.PATIENCE) as sub,
+    ):
+        reader = reader_of(sub)
+        bind(reader, module, False, ModuleCheck(reader.arena, reader.name, copies=True), clones=True)
+        for _ in range(AIMS):
+            for tensor in source.values():
+                tensor.fill_(pub.version + 1)
+            pub.publish()
+            moves.append(synchronized(sub.refresh))
+            floors.append(synchronized(lambda: floor_to.copy_(floor_from, non_blocking=True)))
+            assert all(bool((tensor == pub.version).all()) for tensor in module.values())
+    what = f"refresh() of a module on the GPU, {size}, {shape}, from the host"
+    yield Row(what, moves[3:] or moves, "a copy from pinned memory", floors[3:] or floors, "1.11 x")
 
 
 def update(size: str) -> Iterator[Row]:
@@ -138,26 +186,34 @@ def handles(size: str) -> Iterator[Row]:
     source = weights(SIZES[size], "64 tensors")
     with common.crew(hold, [()]) as crew:
         opened = timed(lambda: crew.ask(source))
-        spent = [timed(lambda: (torch.cuda.synchronize(), crew.ask("new"))) for _ in range(MOST)]
+        spent = [timed(lambda: (synchronize(), crew.ask("new"))) for _ in range(MOST)]
         yield Row(f"torch.multiprocessing, handles of 64 tensors, {size}", [], "opened once", [opened])
         yield Row(f"torch.multiprocessing, one message, {size}", [], "here", spent)
 
 
 SECTIONS = {
+    "the aims": [
+        *[partial(arena, "256 MB", shape, 1, host=True, aim="1.11 x")
+          for shape in ("1 tensor", "64 tensors", "like an 8B Llama", "4,000 tensors")],
+        *[partial(arena, "256 MB", shape, 1, aim=aim)
+          for shape, aim in zip(LARGE, ("1.3 x", "2 x", "4 x"), strict=True)],
+        *[partial(fetch, "256 MB", shape) for shape in ("1 tensor", "64 tensors", "like an 8B Llama", "4,000 tensors")],
+    ]
+} | {
     size: [
-        *[partial(arena, size, shape, 1) for shape in (SHAPES if nbytes >= 1 << 28 else ["64 tensors"])],
+        *[partial(arena, size, shape, 1) for shape in (LARGE if nbytes >= 1 << 28 else LARGE[:1])],
         partial(arena, size, "64 tensors", 4),
         partial(update, size),
         *([partial(pickled, size), partial(handles, size)] if nbytes <= 1 << 28 else []),
     ]
     for size, nbytes in SIZES.items()
-}
+}  # fmt: skip
 
 if __name__ == "__main__":
     common.CONTEXT = multiprocessing.get_context("spawn")  # a forked child may not use CUDA
-    if (why := refused()) is not None:
+    if not SMALL and (why := refused()) is not None:
         print(f"skipped: {why}")
     else:
-        print(torch.cuda.get_device_name(0))
-        arguments, rows = common.main(__doc__, SECTIONS)
+        print(GPU if SMALL else torch.cuda.get_device_name(0))
+        arguments, rows = common.main(__doc__, SECTIONS, "--small")
         common.end(arguments)

@@ -28,6 +28,8 @@ import torch
 
 import shmsync
 from shmsync import Publisher, ShmSyncError, Subscriber
+from shmsync.memory.devices import named
+from shmsync.memory.slab import map_readonly, map_shared
 
 LIMIT = 90  # seconds for one fact
 CONTEXT = multiprocessing.get_context("spawn")
@@ -230,6 +232,45 @@ def a_stream_writes_into_shared_memory(machine: Machine) -> Any:
     return {"codes": codes, "microseconds": statistics.median(taken) * 1e6}
 
 
+def the_slab_can_be_pinned(machine: Machine) -> Any:
+    """Does CUDA register the two mappings of a slab, and does torch then take them for pinned memory?"""
+    fd = os.memfd_create("probe")
+    os.ftruncate(fd, 1 << 20)
+    found = {}
+    for name, mapped in (("writable", map_shared), ("read-only", map_readonly)):
+        storage = mapped(fd, 1 << 20)
+        device: Any = named(machine.device)
+        try:
+            device.pin(storage, readonly=name == "read-only")
+        except ShmSyncError as error:
+            found[name] = str(error)[:300]
+            continue
+        if machine.device.type == "cuda":
+            found[name] = torch.empty(0, dtype=torch.uint8).set_(storage).is_pinned()
+        device.unpin(storage)
+    return found
+
+
+def copies_can_be_recorded(machine: Machine) -> Any:
+    """Microseconds to ask for the grouped copies of a model: one by one, and as a record; are they right?"""
+    found = {}
+    device: Any = named(machine.device)
+    for leaves in LEAVES[machine.small]:
+        source = list(machine.model(leaves, 2.0).values())
+        target = [torch.zeros_like(tensor) for tensor in source]
+        asked = functools.partial(torch._foreach_copy_, target, source)
+        found[f"{leaves}, asked"] = machine.seconds(asked, synchronized=False) * 1e6
+        for tensor in target:
+            tensor.zero_()
+        start = time.perf_counter()
+        again = device.record(asked)
+        found[f"{leaves}, to record"] = (time.perf_counter() - start) * 1e6
+        if again is not None:
+            found[f"{leaves}, recorded"] = machine.seconds(again, synchronized=False) * 1e6
+            found[f"{leaves}, right"] = all(bool((tensor == 2.0).all()) for tensor in target)
+    return found
+
+
 def a_mapping_can_be_read_only(machine: Machine) -> Any:
     """The codes of CUDA's virtual memory calls that share memory by a descriptor, and map it for reading only."""
     if machine.device.type != "cuda":
@@ -272,6 +313,8 @@ FACTS: dict[str, Callable[[Machine], Any]] = {
         cost_of_calls,
         bandwidth,
         a_close_waits_for_the_device,
+        the_slab_can_be_pinned,
+        copies_can_be_recorded,
         a_stream_writes_into_shared_memory,
         a_mapping_can_be_read_only,
     )

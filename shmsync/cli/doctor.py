@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import psutil
 
-from ..memory.slab import SEAL_FUTURE_WRITE, SEAL_GROW, SEAL_SHRINK, add_seals, cgroup_room
+from ..memory.slab import SEAL_FUTURE_WRITE, SEAL_GROW, SEAL_SHRINK, add_seals, cgroup_room, map_readonly, map_shared
 from .output import say, size
 
 
@@ -170,14 +170,29 @@ def threads(root: Path) -> Finding:
 
 
 def cuda(root: Path) -> Finding:
-    """GPUs: can arenas lie on them? Makes nothing on one."""
+    """GPUs: can arenas lie on them, and can they copy from and to the host's memory by themselves?"""
     if not list((root / "dev").glob("nvidia[0-9]*")) and not (root / "proc/driver/nvidia/version").exists():
         return Finding("cuda", Level.OK, "no NVIDIA device; arenas are CPU memory")
-    from ..memory.cuda import refused  # asks CUDA by way of torch, which takes seconds to import
+    from ..errors import ShmSyncError
+    from ..memory.cuda import device, refused  # asks CUDA by way of torch, which takes seconds to import
 
     if (why := refused()) is not None:
         cure = "docs/gpu.md has what weights on a GPU need; Publisher(device='cpu') needs none of it"
         return Finding("cuda", Level.NOTE, f"there is an NVIDIA device, but no arena can lie on it: {why}", cure)
+    fd = os.memfd_create("shmsync:doctor", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, _MIB)
+        for mapped in (map_shared, map_readonly):  # as a publisher has a slab, and as a worker has it
+            storage = mapped(fd, _MIB)
+            device(0).pin(storage, readonly=mapped is map_readonly)
+            device(0).unpin(storage)
+    except ShmSyncError as error:
+        who = "a publisher" if mapped is map_shared else "a worker"
+        cure = "nothing fails for it; docs/gpu.md has the figures"
+        text = f"between GPUs and the host's memory {who} copies at the speed of pageable memory: {error}"
+        return Finding("cuda", Level.NOTE, text, cure)
+    finally:
+        os.close(fd)
     return Finding("cuda", Level.OK, "arenas can lie on the NVIDIA devices; docs/gpu.md says what was tried")
 
 

@@ -16,6 +16,15 @@ def test_raw_loop_delivers_the_last_version(run_example):
     assert sorted(ends) == ["trainer", "worker 0", "worker 1"], output
 
 
+def test_a_learner_on_a_gpu_if_there_is_one_labels_its_batches(run_example):
+    output = run_example("gpu_learner.py", "--updates", "150").end()
+    assert re.match(r"learning on (the CPU: this machine has no GPU|\w.*)\n", output), output
+    rows = re.findall(r"^version (\d+): reward (0\.\d+) of versions \[(\d+), (\d+)\]$", output, re.MULTILINE)
+    assert [int(version) for version, *_ in rows] == [51, 101, 151], output
+    assert float(rows[-1][1]) > 0.5, output  # by chance it is 0.125
+    assert all(int(version) - 3 <= int(low) <= int(high) < int(version) for version, _, low, high in rows), output
+
+
 def test_ppo_with_the_collector_sends_a_version_after_each_batch(run_example):
     pytest.importorskip("gymnasium", reason="the example needs gymnasium, which shmsync[collectors] brings")
     output = run_example("collector_ppo.py", "--total-frames", "6000", "--num-workers", "2").end()

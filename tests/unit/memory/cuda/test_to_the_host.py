@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import shmsync
+from shmsync.cli import doctor
 from shmsync.engine.copy.converting import ALONE, MANY
 from shmsync.errors import ShmSyncError
 from shmsync.memory import devices
@@ -155,3 +156,22 @@ def test_an_error_at_any_call_is_typed_or_changes_nothing_and_leaks_nothing(ther
             calls.registered.clear()
     assert {"cudaMemcpyAsync", "cuLaunchHostFunc", "cudaEventRecord", "cudaStreamWaitEvent"} <= raised
     assert "cudaHostRegister" in hidden - raised  # then the call waits for its copies
+
+
+@pytest.mark.parametrize(
+    ("refused", "level", "words"),
+    [(None, "ok", "can lie on"), (1, "note", "a publisher copies at the speed"), (9, "note", "a worker copies at the")],
+)
+def test_doctor_says_whether_memory_can_be_registered(there, monkeypatch, tmp_path, refused, level, words):
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidia0").touch()
+    register = there.calls.cudaHostRegister
+
+    def registered(address, size, flags):
+        return (there.calls._wrong(801),) if flags == refused else register(address, size, flags)
+
+    monkeypatch.setattr(there.calls, "cudaHostRegister", registered)
+    found = doctor.cuda(tmp_path)
+    assert (found.level.value, found.check) == (level, "cuda")
+    assert words in found.text
+    assert there.calls.registered == {}
