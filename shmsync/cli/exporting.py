@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import secrets
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,50 +12,25 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 
 from ..engine.subscriber import Subscriber, reader_of
-from ..errors import ShmSyncError
 from ..memory.inspection import ties
 from ..memory.manifest import contiguous
 from ..memory.slab import refuse_too_large
 from .listing import look_twice
-from .output import size
+from .output import Refused, size
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry out the command."""
-    path = Path(arguments.file)
-    try:
-        said = _export(arguments.name, path, arguments.force, arguments.timeout)
-    except ShmSyncError:  # some are OSErrors too
-        raise
-    except FileExistsError:
-        return _refused(f"{path} exists; --force replaces it")
-    except (KeyError, ValueError, SafetensorError) as error:
-        return _refused(f"safetensors cannot hold these weights: {error}; nothing was written")
-    except IsADirectoryError:
-        return _refused(f"{path} is a folder; name a file in it")
-    except FileNotFoundError:
-        return _refused(f"there is no folder {path.parent}; make it first")
-    except OSError as error:
-        return _refused(f"{path} cannot be written: {error.strerror}; nothing was left there")
-    print(said)
-    return 0
-
-
-def _refused(why: str) -> int:
-    print(f"shmsync export: {why}", file=sys.stderr)
-    return 1
-
-
-def _export(name: str, path: Path, force: bool, timeout: float) -> str:
+    name, path = arguments.name, Path(arguments.file)
     # What can be found out about the file before anything is copied.
     if path.is_dir():
-        raise IsADirectoryError
+        raise Refused(f"{path} is a folder; name a file in it")
     if not path.parent.is_dir():
-        raise FileNotFoundError
-    if not force and os.path.lexists(path):
-        raise FileExistsError
+        raise Refused(f"there is no folder {path.parent}; make it first")
+    if not arguments.force and os.path.lexists(path):
+        raise Refused(f"{path} exists; --force replaces it")
     look_twice(0, name)  # a name that there is not is no name to wait for
-    with Subscriber(name, consistency="optimistic", timeout=timeout) as sub:
+    with Subscriber(name, consistency="optimistic", timeout=arguments.timeout) as sub:
         manifest = reader_of(sub).arena.manifest
         # A snapshot and its file in memory are two copies, three of leaves that are not contiguous. A process that
         # takes more than there is, is killed.
@@ -70,12 +43,17 @@ def _export(name: str, path: Path, force: bool, timeout: float) -> str:
     tensors = {key if isinstance(key, str) else ".".join(key): tensor for key, tensor in weights.items(True, True)}
     kept = {key: tensor.contiguous() for key, tensor in tensors.items() if key not in tied}
     about = {"format": "pt", "shmsync.arena": name, "shmsync.version": str(version)}
-    _put(path, save(kept, metadata=about | tied), force)
-    count = sum(tensor.nbytes for tensor in kept.values())
-    return f"{path}: version {version} of {name}, {len(kept)} tensors, {size(count)}"
+    try:
+        content = save(kept, metadata=about | tied)
+    except (KeyError, ValueError, SafetensorError) as error:
+        raise Refused(f"safetensors cannot hold these weights: {error}; nothing was written") from error
+    _put(path, content)
+    total = size(sum(tensor.nbytes for tensor in kept.values()))
+    print(f"{path}: version {version} of {name}, {len(kept)} tensors, {total}")
+    return 0
 
 
-def _put(path: Path, content: bytes, force: bool) -> None:
+def _put(path: Path, content: bytes) -> None:
     """The whole file or none, under its name; a half of it is never seen."""
     made = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
     try:
@@ -83,14 +61,9 @@ def _put(path: Path, content: bytes, force: bool) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        if not force:
-            try:
-                os.link(made, path)  # refuses where there is one by now
-                return
-            except OSError as error:
-                if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):  # a file system without links
-                    raise
         os.replace(made, path)
+    except OSError as error:
+        raise Refused(f"{path} cannot be written: {error.strerror}; nothing was left there") from error
     finally:
         with suppress(FileNotFoundError):
             os.unlink(made)

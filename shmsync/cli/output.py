@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 
+class Refused(Exception):
+    """Why a command cannot do what it was asked for, in a sentence."""
+
+
 def say(text: str = "") -> None:
     """Write a line, without control characters: a command line may hold any, and some of them change the terminal."""
     print("".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text))

@@ -1,16 +1,20 @@
-"""The arguments of every command, and which file carries it out."""
+"""The arguments of all commands, and how each of them ends.
+
+Exit status: 0 for success, 1 for a failure with a sentence on stderr, 2 for wrong arguments or a missing package.
+"""
 
 from __future__ import annotations
 
 import argparse
 import io
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 from ..errors import ShmSyncError
+from .output import Refused
 
 _EXTRAS = {  # what brings the packages that a command needs
     "demo": "shmsync[demo]",
@@ -34,56 +38,52 @@ still or be dead, and notice nothing.
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments of all commands."""
-    from . import doctor, inspecting, listing, top  # these start at once; the others import torch when they run
-
+    """The arguments of all commands. `run` is the module and the function of each, imported when it runs."""
     made = argparse.ArgumentParser(
         prog="shmsync",
         description="Zero-copy weight sync on one machine.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--version", action=_Version, nargs=0, help="show the version")
-    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    made.add_argument("--version", action="store_true", help="show the version")
+    commands = made.add_subparsers(dest="command", metavar="COMMAND")
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], what: str) -> Callable[..., Any]:
+    def command(name: str, what: str, module: str, function: str = "run") -> Callable[..., Any]:
         added = commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
-        added.set_defaults(run=run)
+        added.set_defaults(run=(module, function))
         return added.add_argument
 
-    add = command("list", listing.run_list, "the arenas on this machine, and who publishes them")
+    add = command("list", "the arenas on this machine, and who publishes them", "listing", "run_list")
     add("--json", action="store_true", help="for programs")
-    add("--interval", type=_seconds(0), default=0.5, metavar="S", help="count versions for so long (0.5); 0: do not")
+    add("--interval", type=_seconds, default=0.5, metavar="S", help="count versions for so long (0.5); 0: do not")
 
-    add = command("inspect", inspecting.run, "weights, slots and readers of one arena")
+    add = command("inspect", "weights, slots and readers of one arena", "inspecting")
     add("name", metavar="NAME", help="the arena's name, as `shmsync list` shows it")
     add("--json", action="store_true", help="for programs")
     add("--digest", action="store_true", help="attach as a reader, and show a hash of each tensor")
-    add("--interval", type=_seconds(0), default=0.5, metavar="S", help="count versions for so long (0.5); 0: do not")
+    add("--interval", type=_seconds, default=0.5, metavar="S", help="count versions for so long (0.5); 0: do not")
 
-    add = command("top", top.run, "watch arenas and their readers, on a terminal until Ctrl-C")
+    add = command("top", "watch arenas and their readers, on a terminal until Ctrl-C", "top")
     add("name", nargs="?", metavar="NAME", help="one arena, with its readers")
-    add("--interval", type=_seconds(0.05), default=1.0, metavar="S", help="seconds between two looks (1)")
+    add("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between two looks (1)")
     add("--count", type=int, default=-1, metavar="N", help="end after so many looks")
 
-    add = command("doctor", doctor.run, "what this machine allows, with a cure for what it does not")
+    add = command("doctor", "what this machine allows, with a cure for what it does not", "doctor")
     add("--json", action="store_true", help="for programs")
     add("--strict", action="store_true", help="end with 1 for warnings too")
 
-    add = command("export", _export, "write a consistent checkpoint of a live arena (needs shmsync[safetensors])")
+    add = command("export", "write a consistent checkpoint of a live arena (needs shmsync[safetensors])", "exporting")
     add("name", metavar="NAME", help="the arena's name, as `shmsync list` shows it")
     add("file", metavar="FILE", help="the safetensors file to make")
     add("--force", action="store_true", help="replace the file if there is one")
-    add("--timeout", type=_seconds(0, math.inf), default=10.0, metavar="S", help="for the weights to be readable (10)")
+    add("--timeout", type=_seconds, default=10.0, metavar="S", help="for the weights to be readable (10)")
 
-    add = command("publish", _publish, "publish the weights of a file, until SIGTERM or Ctrl-C")
+    add = command("publish", "publish the weights of a file, until SIGTERM or Ctrl-C", "publishing")
     add("name", metavar="NAME", help="the arena's name; subscribers attach by it")
     add("file", metavar="FILE", help="a safetensors file, the index of its shards, or a state_dict() of torch.save()")
     add("--watch", action="store_true", help="publish each newer file of that name")
-    add("--slots", type=int, default=2, metavar="N", help="versions that have room; with 2 no reader waits (2)")
-    add("--interval", type=_seconds(0.01), default=0.5, metavar="S", help="seconds between two looks at the file (0.5)")
 
-    add = command("gc", listing.run_gc, "remove what killed publishers left in /dev/shm")
+    add = command("gc", "remove what killed publishers left in /dev/shm", "listing", "run_gc")
     add("--dry-run", action="store_true", help="remove nothing, and say what would be removed")
 
     commands.add_parser("demo", help="train CartPole with asynchronous actors (needs shmsync[demo])", add_help=False)
@@ -94,6 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command (None: that of sys.argv); returns the exit status."""
     whole = parser()
     arguments, rest = whole.parse_known_args(argv)
+    if arguments.version:
+        from importlib.metadata import version
+
+        print(version("shmsync"))
+        return 0
+    if arguments.command is None:
+        whole.error("the following arguments are required: COMMAND")
     if rest and arguments.command != "demo":
         whole.error(f"unrecognised arguments: {' '.join(rest)}")
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -103,10 +110,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from ..examples.cartpole import main as demo
 
             return int(demo(rest))
-        status = int(arguments.run(arguments))
+        module, function = arguments.run
+        status = int(getattr(import_module(f".{module}", __package__), function)(arguments))
         sys.stdout.flush()
         return status
-    except ShmSyncError as error:
+    except (ShmSyncError, Refused) as error:
         print(f"shmsync {arguments.command}: {error}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
@@ -122,35 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _export(arguments: argparse.Namespace) -> int:
-    from .exporting import run
-
-    return run(arguments)
-
-
-def _publish(arguments: argparse.Namespace) -> int:
-    from .publishing import run
-
-    return run(arguments)
-
-
-def _seconds(least: float, most: float = 3600) -> Callable[[str], float]:
-    """The type of an argument that is a time, from so many seconds to so many."""
-
-    def parse(text: str) -> float:
-        value = float(text)
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text} is not between {least} and {most} seconds")
-        return value
-
-    return parse
-
-
-class _Version(argparse.Action):
-    """Look the version up when it is asked for: the other commands need neither the file nor the import."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import version
-
-        print(version("shmsync"))
-        parser.exit()
+def _seconds(text: str) -> float:
+    """The type of an argument that is a time."""
+    if not 0 <= float(text) <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 3600 seconds")
+    return float(text)

@@ -17,55 +17,45 @@ import torch
 
 from ..engine.publisher import Publisher, writer_of
 from ..errors import ReaderStalled
-from .output import say, size
+from .output import Refused, say, size
 
 _ENDING = {signal.SIGTERM, signal.SIGINT}
+_BETWEEN_LOOKS = 0.5  # seconds
 _INDEX = ".safetensors.index.json"  # of shards in the same folder, as Hugging Face writes large models
 Stamp = list[tuple[int, ...]] | None  # of files: others may have other contents. None: one of them is not there
 
 
-class Unusable(Exception):
-    """Why these weights cannot be read from the file."""
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Carry out the command."""
+    path = Path(arguments.file)
     # They end the waits below and nothing else, so none of them ends the process between two steps.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     try:
-        return _run(arguments, Path(arguments.file))
+        loaded = _stamp(path)
+        try:
+            weights = load(path)
+            pub = Publisher(weights, name=arguments.name, slots=2)  # so that no reader waits for a newer file
+        except (Refused, ValueError, TypeError) as error:  # a ManifestMismatch is a ValueError
+            raise Refused(f"{path}: {error}; nothing was published") from error
+        with pub:
+            names = set(_names(weights))
+            del weights
+            writer_of(pub).forget_source()  # else a copy of the weights stays in this process
+            _log_version(pub, path)
+            if arguments.watch:
+                _watch(pub, path, names, loaded)
+            else:
+                signal.sigwait(_ENDING)
+            _log(f"arena {pub.name} ends at version {pub.version}")
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _run(arguments: argparse.Namespace, path: Path) -> int:
-    try:
-        loaded = _stamp(path)
-        weights = load(path)
-        if signal.sigpending() & _ENDING:
-            signal.sigwait(_ENDING)
-            return 0
-        pub = Publisher(weights, name=arguments.name, slots=arguments.slots)
-    except (Unusable, ValueError, TypeError) as error:  # a ManifestMismatch is a ValueError
-        print(f"shmsync publish: {path}: {error}; nothing was published", file=sys.stderr)
-        return 1
-    with pub:
-        names = set(_names(weights))
-        del weights
-        writer_of(pub).forget_source()  # else a copy of the weights stays in this process
-        _log_version(pub, path)
-        if arguments.watch:
-            _watch(pub, path, names, loaded, arguments.interval)
-        else:
-            signal.sigwait(_ENDING)
-        _log(f"arena {pub.name} ends at version {pub.version}")
     return 0
 
 
-def _watch(pub: Publisher, path: Path, names: set[str], loaded: Stamp, interval: float) -> None:
+def _watch(pub: Publisher, path: Path, names: set[str], loaded: Stamp) -> None:
     """Publish the weights of these names whenever the file is another one; until a signal ends it."""
     seen = loaded
-    while signal.sigtimedwait(_ENDING, interval) is None:
+    while signal.sigtimedwait(_ENDING, _BETWEEN_LOOKS) is None:
         before, seen = seen, _stamp(path)
         if seen == loaded or (seen is not None and seen != before):  # it is published, or may still be written to
             continue
@@ -90,7 +80,7 @@ def _publish(pub: Publisher, path: Path, names: set[str], seen: Stamp) -> bool:
         return False
     lacking = names - set(_names(weights))  # publish() would take the others, and leave these as they are
     if lacking:
-        raise Unusable(f"it lacks {', '.join(sorted(lacking)[:5])}, {len(lacking)} of {len(names)} tensors")
+        raise Refused(f"it lacks {', '.join(sorted(lacking)[:5])}, {len(lacking)} of {len(names)} tensors")
     pub.publish(weights)
     _log_version(pub, path)
     return True
@@ -99,7 +89,7 @@ def _publish(pub: Publisher, path: Path, names: set[str], seen: Stamp) -> bool:
 def _stamp(path: Path) -> Stamp:
     try:
         found = [os.stat(file) for file in (path, *_shards(path))]
-    except (OSError, Unusable):
+    except (OSError, Refused):
         return None
     return [(status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns) for status in found]
 
@@ -116,14 +106,14 @@ def _shards(path: Path) -> dict[Path, list[str]]:
 def load(path: Path) -> Mapping[str, Any]:
     """The weights in a file, or in the shards of an index, by name; tied ones under each of their names.
 
-    Raises Unusable, ModuleNotFoundError.
+    Raises Refused, ModuleNotFoundError.
     """
     weights: dict[str, Any] = {}
     if shards := _shards(path):
         for shard, wanted in shards.items():
             found = _tensors(shard)
             if lacking := [name for name in wanted if name not in found]:
-                raise Unusable(f"{shard.name} lacks {', '.join(lacking[:5])}")
+                raise Refused(f"{shard.name} lacks {', '.join(lacking[:5])}")
             weights |= found
     else:
         weights = _tensors(path)
@@ -134,7 +124,7 @@ def load(path: Path) -> Mapping[str, Any]:
 def _tensors(path: Path) -> dict[str, Any]:
     weights = _parsed(_safetensors if path.suffix == ".safetensors" else _torch_file, path)
     if not isinstance(weights, Mapping):
-        raise Unusable(f"it holds a {type(weights).__name__}; save the state_dict() of the module")
+        raise Refused(f"it holds a {type(weights).__name__}; save the state_dict() of the module")
     return dict(weights)
 
 
@@ -146,14 +136,14 @@ def _parsed(read: Any, path: Path) -> Any:
     try:
         data = path.read_bytes()
     except (OSError, MemoryError) as error:
-        raise Unusable(getattr(error, "strerror", None) or "there is not enough memory to read it") from error
+        raise Refused(getattr(error, "strerror", None) or "there is not enough memory to read it") from error
     try:
         return read(data)
     except ModuleNotFoundError:
         raise
     except Exception as error:  # the parsers raise many kinds
         first = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise Unusable(f"it cannot be read, so it may not be whole: {first}") from error
+        raise Refused(f"it cannot be read, so it may not be whole: {first}") from error
 
 
 def _safetensors(data: bytes) -> Mapping[str, Any]:

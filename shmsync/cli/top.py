@@ -61,7 +61,7 @@ def _looks(arguments: argparse.Namespace) -> Iterator[Look]:
             if left == 0 or (names is not None and not found):
                 return
             before = {seen.name: seen for seen in found}
-            time.sleep(arguments.interval)
+            time.sleep(max(arguments.interval, 0.05))
 
 
 def holders(seen: ArenaSeen) -> list[ReaderSeen]:

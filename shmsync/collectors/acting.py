@@ -157,12 +157,14 @@ class Actor:
                 "the same keys each time"
             )
         for key, tensor, array, shape in self._wanted[buffer]:
-            value = output(out, key).detach()
+            value = output(out, key)
             if value.shape != shape or value.dtype is not tensor.dtype:
                 raise DataMismatch(
                     f"the policy returned {'.'.join(key)!r} as {value.dtype} {tuple(value.shape)} but its first "
                     f"was {tensor.dtype} {shape}; it must return the same form each time"
                 )
+            if value.requires_grad:
+                value = value.detach()
             # NumPy is sooner, but has neither other devices nor lazy conjugates.
             if array is not None and type(value) is torch.Tensor and value.is_cpu and not value.is_conj():
                 array[rows, steps] = value.resolve_neg().numpy()[rows]

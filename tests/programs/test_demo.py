@@ -24,7 +24,7 @@ def demo(tmp_path):
     started = []
 
     def start(*options):
-        command = [sys.executable, "-m", "shmsync.cli", "demo", "--out", str(tmp_path), *options]
+        command = [sys.executable, "-m", "shmsync", "demo", "--out", str(tmp_path), *options]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )

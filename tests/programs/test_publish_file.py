@@ -60,7 +60,7 @@ def replace(path, state):
 def test_readers_get_each_file_until_a_signal_ends_it(tmp_path, publish):
     path = tmp_path / "policy.pt"
     replace(path, weights(1))
-    command = publish(path, "--watch", "--interval", "0.05")
+    command = publish(path, "--watch")
     assert command.read_until("version 1").strip() == f"version 1 of {command.name}: {path}, 2 tensors, 60 B"
     with shmsync.Subscriber(command.name) as sub:
         for version in range(1, 4):
@@ -96,7 +96,7 @@ DAMAGES = {
 def test_a_file_that_cannot_be_used_changes_nothing_and_the_next_one_is_published(tmp_path, publish):
     path = tmp_path / "policy.safetensors"
     replace(path, weights(1))
-    command = publish(path, "--watch", "--interval", "0.05")
+    command = publish(path, "--watch")
     command.read_until("version 1")
     with shmsync.Subscriber(command.name) as sub:
         for version, (what, (spoil, said)) in enumerate(DAMAGES.items(), 1):
@@ -121,7 +121,7 @@ def test_shards_are_read_by_their_index(tmp_path, publish):
         index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
     write(1)
-    command = publish(index, "--watch", "--interval", "0.05")
+    command = publish(index, "--watch")
     command.read_until("version 1 .*2 tensors, 60 B")
     (tmp_path / "model-0.safetensors").rename(tmp_path / "away")
     command.read_until("is gone; version 1 stays")
