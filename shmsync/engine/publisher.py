@@ -186,8 +186,6 @@ class Publisher:
             WorkerDied: published, but these workers died before they had applied it.
             AckTimeout: published, but these workers have not applied it in time.
         """
-        if _native.tell_dynamo():  # it may be compiling this call; the method is another one now
-            return Publisher.publish(self, weights, wait=wait, timeout=timeout, after=after)
         writer = self._writer
         acks = None if wait is None else _acks(wait)
         return writer.publish(weights, deadline_after(timeout, writer.timeout), acks, after)

@@ -328,8 +328,7 @@ class ReadPath(_native.Reader):
             warnings.warn(f"Subscriber of {self.name!r} was not closed", ResourceWarning, stacklevel=2)
 
     # Hooks that the native Reader calls, with its lock held. It drops the pin and the lock if they raise. They may run
-    # below compiled code, and Dynamo must not compile them: bind/compiled.py tells it. The two with a second name are
-    # called by it, which costs 2 µs, where Dynamo compiles.
+    # below compiled code, and Dynamo must not compile them: bind/compiled.py tells it.
 
     def _enter_slowly(self, outcome: Enter, version: int | None, timeout: float | None) -> None:
         """Enter a section, or raise; waits while the gate is closed."""
@@ -434,8 +433,6 @@ class ReadPath(_native.Reader):
     def _reads_end(self, call: HostCall | None) -> None:
         end_reads(self.arena, self.name, self._streams, call, self._look_up)
 
-    _enter_slow = _enter_slowly
-
     def _checked_timeout(self, timeout: float) -> float:
         return check_timeout(timeout)
 
@@ -452,8 +449,6 @@ class ReadPath(_native.Reader):
             self.forget_applied()
             self._enter_slowly(Enter.GATED, None, Pinned(self.timeout))
         return self._moves != before
-
-    _refresh_slow = _refresh_now
 
     def _look_for_successor(self) -> None:
         """At the entry of a section now and then: move on if the publisher was started again."""

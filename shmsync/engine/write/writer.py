@@ -25,14 +25,12 @@ from ...errors import (
     Poisoned,
     ProtocolError,
     WorkerDied,
-    WriterBusy,
 )
 from ...memory import arena as arenas
 from ...memory import segment
 from ...memory.arena import Arena, create
 from ...memory.manifest import Key
 from ...memory.process import Peers, exiting, me, pid_of, stay_if_exiting, watch_exit
-from ...memory.segment import RowId
 from ...memory.torch_modes import plainly, run_plainly
 from ..by_value import copy_by_value
 from ..copy.copy_plan import CopyPlan, DirtyLeaves, PlanCache
@@ -355,7 +353,8 @@ class Writer:
 
     def begin_update(self, deadline: float) -> TensorDictBase:
         """Get a slot that has the current version, to be written in place; its weights. For Update, with the lock."""
-        self.ready(deadline)
+        if self.closed or self.device is not None or self.native.writing:
+            self.ready(deadline)
         self.refuse_poisoned()
         if self.worker_watch is not None:
             self.worker_watch.before_write()
@@ -363,17 +362,17 @@ class Writer:
         if self.adopted is not None:
             self.adopted.warn_of_stray_writes()
             looked = self.adopted.look()
-        if self.arena.slots == 1:
-            self.arena.weights(0, writable=True)  # the first time it imports tensordict: before the gate closes
+        slots = self.arena.slots
+        weights = self.arena.weights(0, writable=True)  # the first time it imports tensordict: before the gate closes
         self.begin(deadline)
-        if self.arena.slots > 1:
+        if slots > 1:
             self._carry(None)
+            weights = self.arena.weights(self.native.slot, writable=True)
         elif self.adopted is not None and looked is None:
             self._touched = True
             self.adopted.pull()
         if self.device is not None:
             self.device.open_to()
-        weights = self.arena.weights(self.native.slot, writable=True)
         self._touched = True
         self.updating_thread = threading.get_ident()
         return weights
@@ -476,11 +475,6 @@ class Writer:
             if len(self.peers):  # a worker was late; rows that were given back need no pidfd any more
                 self.peers.keep_only({owner for _, owner in self.arena.control.owners()})
 
-    def applied_by(self, version: int) -> list[int]:
-        """The workers whose last ack is for this version, including those that have left or died since."""
-        rows = self.arena.control.rows(left=True)
-        return [row.worker for row in rows if row.worker is not None and row.acked == version]
-
     def forget_acks(self, worker: int) -> None:
         """Another process is `worker` from now on; what those before it applied, who are gone, is not its doing."""
         control, mine = self.arena.control, me().owner
@@ -496,18 +490,6 @@ class Writer:
         for row in control.rows():
             if pid_of(row.owner) == pid and not self.peers.alive(row.owner):
                 control.reap(*row.id, mine)
-
-    def attached_rows(self) -> dict[int, RowId]:
-        """The row of each attached worker, by its index."""
-        return {row.worker: row.id for row in self.arena.control.rows() if row.worker is not None}
-
-    def wait_rows(self, version: int, rows: list[RowId], nanoseconds: int) -> list[RowId]:
-        """Wait until these rows have acked, at most `nanoseconds`; returns those that have not. Raises DeviceFailed."""
-        try:
-            self.wait_until_published(time.monotonic() + nanoseconds / 1e9)
-        except WriterBusy:
-            return rows
-        return list(self.native.wait_acks(version, rows, nanoseconds))
 
     # ---- the end
 
