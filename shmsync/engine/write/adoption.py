@@ -2,7 +2,7 @@
 
 The Parameter objects stay, and only their `.data` is a view of the slab. A program may give a parameter other memory at
 any time: `p.data = averaged`, a new nn.Parameter, load_state_dict(assign=True). So one native pass looks at the module
-at each update() and publish() (copy/copy_plan.py). A parameter that left the slab is copied back and points there
+at each update() and publish() (copy_plan.py). A parameter that left the slab is copied back and points there
 again. Buffers stay private, since forward passes write them, and are copied when an update ends.
 
 A load goes into private copies, and becomes a version when it has succeeded: torch writes what fits before it raises
@@ -32,7 +32,6 @@ from ...memory.torch_modes import copy_into, counts_changes, plainly, run_plainl
 from ..bind.binding import refuse_max_norm
 from ..bind.compiled import leave_alone, skip
 from ..bind.guard import Proxy
-from ..copy.copy_plan import CopyPlan, PlanCache
 from ..source.manifest_check import (
     elsewhere,
     mismatches,
@@ -43,6 +42,7 @@ from ..source.manifest_check import (
     untied,
 )
 from ..source.wrappers import modules_in
+from .copy_plan import CopyPlan, PlanCache
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 R = TypeVar("R")

@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,6 @@ from ...memory.manifest import Key
 from ...memory.process import Peers, exiting, me, pid_of, stay_if_exiting, watch_exit
 from ...memory.torch_modes import plainly, run_plainly
 from ..by_value import copy_by_value
-from ..copy.copy_plan import CopyPlan, DirtyLeaves, PlanCache
 from ..deadlines import Samples, deadline_after
 from ..source.dtypes import Dtypes
 from ..source.manifest_check import same_bytes
@@ -41,6 +41,7 @@ from ..source.sources import Filter, Weights, manifest_of, place_of
 from ..stats import Counts, PublisherStats
 from .acks import Acks, WorkerWatch, wait_for_acks
 from .adoption import Adoption
+from .copy_plan import CopyPlan, DirtyLeaves, PlanCache
 from .device_writes import DeviceWrites, wait_for_sources
 from .pin_wait import CloseRequest, PinWait
 
@@ -142,6 +143,15 @@ class Writer:
             self.wait_until_published(deadline)
         if self.native.writing:
             self.undo()
+
+    @contextmanager
+    def at_rest(self) -> Iterator[tuple[int, int]]:
+        """The published version and its slot, which no call writes meanwhile. Raises Poisoned, WriterBusy."""
+        self.check()
+        with self.lock:
+            self.ready(deadline_after(None, self.timeout))
+            self.refuse_poisoned()
+            yield self.current
 
     def wait_until_published(self, deadline: float) -> None:
         """On a device: wait until the version that is under way is published."""
@@ -441,11 +451,11 @@ class Writer:
     def refuse_wait(self, acks: Acks) -> None:
         """Raise if this call would wait for an ack that only its own thread could give, or for Workers not started."""
         if self.not_started:
-            self.refuse_not_started(acks.workers)
+            self.refuse_not_started(None if acks == "all" else acks)
         if arenas.mapped_so_far == 1:  # by this Publisher: no Subscriber was ever made here
             return
         rows = [self.arena.control.row(index) for index in self.arena.rows_held_by_this_thread()]
-        if any(acks.workers is None or row.worker in acks.workers for row in rows):
+        if any(acks == "all" or row.worker in acks for row in rows):
             raise ProtocolError(
                 "this thread is inside a read section, and wait= would wait for it to leave; leave the section first",
                 version=self.next_version,
@@ -465,7 +475,7 @@ class Writer:
         try:
             with self.close_request.waiting():
                 try:
-                    wait_for_acks(self.pin_wait, version, acks.workers, deadline, ending)
+                    wait_for_acks(self.pin_wait, version, acks, deadline, ending)
                 except WorkerDied as error:
                     if watch is None or not watch.explains(error):
                         raise

@@ -5,6 +5,11 @@ next publish asks one native pass over the source's dicts (native/bind/source_pl
 torch's exchange table shows of each tensor as they were? Addresses may differ, as those of each new state_dict() do,
 but they may not lie in the slab. Anything else that differs makes a new plan. Autograd's version counters cannot tell
 what changed: writes through `.data` or numpy do not move them.
+
+The native core copies plain bytes of the host. Conversions writes the other leaves, those that are cast, in another
+memory layout, or on a device, one after the other, so that at most one of them is in temporary memory. What lies in the
+host's memory and goes to a device is converted on its way into staging memory: the device copies no more bytes than the
+slot has.
 """
 
 from __future__ import annotations
@@ -20,9 +25,9 @@ from ... import _native
 from ...errors import ManifestMismatch
 from ...memory import arena as arenas
 from ...memory.arena import Arena
-from ...memory.devices import has_address
+from ...memory.devices import Device, assign, has_address, holding
 from ...memory.manifest import Key, Leaf, Manifest, merged
-from ...memory.torch_modes import run_plainly
+from ...memory.torch_modes import plainly, run_plainly
 from ..source.leaf_check import extent
 from ..source.manifest_check import (
     describe_problems,
@@ -36,10 +41,16 @@ from ..source.manifest_check import (
 )
 from ..source.sources import EVERYTHING, Filter, Weights, collect, not_saved
 from ..source.wrappers import of_wrappers, respelled
-from .converting import Conversions
 
 _native.set_exchange_table(torch.Tensor)
 _KEPT = 4  # plans: a trainer may alternate between all weights and a part, or between two forms of them
+LARGE = 32 << 20  # bytes of a leaf that a device copies faster alone: an H100 by a tenth
+
+# What torch._foreach_copy_() copies by one kernel for many tensors. It has none for other dtypes.
+_KERNELS = {
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+}  # fmt: skip
 
 
 class CopyPlan:
@@ -141,6 +152,73 @@ class CopyPlan:
         if not self.conversions.none:
             self.conversions.write(slot)
         self._tensors.copy_to(address)
+
+
+class Conversions:
+    """The converted leaves of one plan.
+
+    On a device torch copies many small tensors in one call, if they have one dtype on each side and the strides of
+    their leaves. For others it copies one after the other, and before 2.11 it took the dtype of the first target for
+    all of them.
+
+    Args:
+        arena: whose slots are written.
+        sources: tensors that were checked, and their leaves.
+
+    Attributes:
+        none: there is no such leaf, and every later call is a no-op.
+        sources: the tensors that are converted; use() gives them.
+        devices: those on which they lie.
+        from_host: the leaves that write_aside() writes: they lie in the host's memory, the slot does not.
+        written: bytes that write() and write_aside() move.
+    """
+
+    def __init__(self, arena: Arena, sources: list[tuple[torch.Tensor, Leaf]]) -> None:
+        self._arena = arena
+        self.none = not sources
+        self._leaves = [leaf for _, leaf in sources]
+        self.written = sum(leaf.nbytes for leaf in self._leaves)
+        self._aside: list[int] = []  # by their places in `sources`, as the next two
+        self._alone: list[int] = []
+        groups: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+        for place, (source, leaf) in enumerate(sources):
+            kinds = leaf.dtype, source.dtype
+            alike = source.device == arena.device and source.stride() == leaf.strides and _KERNELS.issuperset(kinds)
+            if arena.on_device is not None and source.device.type == "cpu":
+                self._aside.append(place)
+            elif arena.on_device is not None and alike and leaf.nbytes < LARGE:
+                groups.setdefault(kinds, []).append(place)
+            else:
+                self._alone.append(place)
+        self._groups = list(groups.values())
+        self.from_host = [self._leaves[place] for place in self._aside]
+        found = (holding(source) for source, _ in sources)
+        self.devices: list[Device] = list({device.name: device for device in found if device is not None}.values())
+        self.sources: list[torch.Tensor] = []
+
+    def use(self, tensors: list[torch.Tensor]) -> None:
+        """Convert these, which were checked; in the order of the sources. An empty list keeps none alive."""
+        self.sources = tensors
+
+    def write(self, slot: int) -> None:
+        """Convert into this slot, but for what write_aside() writes."""
+        sources = self.sources
+        if not sources:
+            return
+        views = self._arena.views(slot, writable=True)
+        targets = [views[leaf.key] for leaf in self._leaves]
+        with plainly():
+            for place in self._alone:
+                assign(targets[place], sources[place])
+            for group in self._groups:
+                torch._foreach_copy_([targets[place] for place in group], [sources[place] for place in group])
+
+    def write_aside(self, staging: torch.Tensor) -> None:
+        """Convert those of `from_host` into staging memory that is laid out as a slot is."""
+        with plainly():
+            for place, leaf in zip(self._aside, self.from_host, strict=True):
+                room = staging[leaf.offset : leaf.offset + leaf.nbytes]
+                room.view(leaf.dtype).as_strided(leaf.shape, leaf.strides).copy_(self.sources[place])
 
 
 class PlanCache:
