@@ -36,7 +36,7 @@ class Fault(NamedTuple):
 FAULTS = [
     # engine
     Fault("shmsync/engine/outcome.py", "if self.dead:", "if False:", "conformance/trouble/test_death.py"),
-    Fault("shmsync/engine/deadlines.py", "not seconds >= 0:", "seconds < 0:", "unit/project/test_arguments.py"),
+    Fault("shmsync/engine/deadlines.py", "not timeout >= 0:", "seconds < 0:", "unit/project/test_arguments.py"),
     Fault("shmsync/engine/source/sources.py", "if filter.filters and not filter.admits(",
           "if False and not filter.admits(", "unit/source/test_weights.py unit/write/test_publish.py"),
     Fault("shmsync/engine/source/leaf_check.py", "if held < needed:", "if False:", "unit/source/test_odd_tensors.py"),
@@ -71,7 +71,7 @@ FAULTS = [
     Fault("shmsync/engine/write/adoption.py", "if not own.isdisjoint(", "if False and not own.isdisjoint(",
           "unit/adopt/test_adopt_steps.py"),
     Fault("shmsync/engine/write/adoption.py", "old.data = old.data.clone()", "pass",
-          "unit/source/test_replaced_tensors.py unit/adopt/test_adopt.py"),
+          "unit/source/test_replaced.py unit/adopt/test_adopt.py"),
     # memory
     Fault("shmsync/memory/manifest.py", "if not 0 <= leaf.offset <= leaf.offset + leaf.nbytes <= slot_bytes:",
           "if False:", "unit/memory/test_hostile_segments.py"),
