@@ -22,6 +22,14 @@ using namespace nb::literals;
 namespace shmsync::bind {
 namespace {
 
+// What a guard calls: `inner`, which may begin with a frame that Dynamo compiles, or the same without that frame.
+//
+// INV: the guard holds both as long as it lives, and whoever calls it holds the guard.
+struct Target {
+  nb::handle inner, plain;
+  nb::object now() const { return nb::borrow(dynamo_knows_us() ? inner : plain); }
+};
+
 // What the guards of a bound module share: the reader whose sections cover each of its calls.
 //
 // INV: `thread_` is set only by a thread that is in a section of the reader.
@@ -44,25 +52,28 @@ class Cover {
     inners_ = std::move(inners);
   }
 
-  // inner(*args, **kwargs) in one section. kwargs may be null.
-  nb::object run(nb::handle self, nb::handle inner, nb::handle args, nb::handle kwargs) {
-    if (reader_ == nullptr) return call(inner, args, kwargs);
+  // Calls the target of a guard in one section. kwargs may be null.
+  nb::object run(nb::handle self, const Target& target, nb::handle args, nb::handle kwargs) {
+    if (reader_ == nullptr) return call(target.now(), args, kwargs);
     if (inside()) {
       reader_->check();
-      const Running running(*this, inner);
-      return call(inner, args, kwargs);  // the outermost call looks at what comes out
+      const Running running(*this, target.inner);
+      return call(target.now(), args, kwargs);  // the outermost call looks at what comes out
     }
     tell_dynamo();
     if (!plain_)
-      return call_method(self, "_repeat", inner, args, kwargs.is_valid() ? nb::borrow(kwargs) : nb::object(nb::dict()));
-    if (!gradients_checked && grad_enabled()) call_method(self, "_look");
-    if (model_lock_ == nullptr) return in_section(self, inner, args, kwargs);
+      return call_method(self, "_repeat", target.inner, args,
+                         kwargs.is_valid() ? nb::borrow(kwargs) : nb::object(nb::dict()));
+    if (!gradients_checked && (calls_ < kAskAlways || calls_ % kAskAlways == 0) && grad_enabled())
+      call_method(self, "_look");
+    ++calls_;
+    if (model_lock_ == nullptr) return in_section(self, target, args, kwargs);
     const auto [held, flown] = owners_;  // the cover may get others meanwhile
     ModelLock& model_lock = *model_lock_;
     model_lock.enter();
     nb::object out;
     try {
-      out = in_section(self, inner, args, kwargs);
+      out = in_section(self, target, args, kwargs);
     } catch (...) {
       model_lock.leave(held);
       throw;
@@ -94,20 +105,20 @@ class Cover {
   bool gradients_checked = false;
 
  private:
-  nb::object in_section(nb::handle self, nb::handle inner, nb::handle args, nb::handle kwargs) {
+  nb::object in_section(nb::handle self, const Target& target, nb::handle args, nb::handle kwargs) {
     for (;;) {
-      if (reader_ == nullptr) return call(inner, args, kwargs);
+      if (reader_ == nullptr) return call(target.now(), args, kwargs);
       const std::uint64_t generation = generation_;
       Entered entered(*this);
       if (generation != generation_) continue;  // bound elsewhere while this thread waited
-      if (flight_ != nullptr && begins_flight(inner)) {
+      if (flight_ != nullptr && begins_flight(target.inner)) {
         flight_->under_way = true;
         if (flight_->due) call_method(self, "_begin", args);
       }
       nb::object out;
       {
-        const Running running(*this, inner);
-        out = finished(self, call(inner, args, kwargs), args, kwargs);
+        const Running running(*this, target.inner);
+        out = finished(self, call(target.now(), args, kwargs), args, kwargs);
       }
       entered.leave();
       return out;
@@ -232,8 +243,10 @@ class Cover {
 
   nb::object owner_ = nb::none();  // of reader_
   Reader* reader_ = nullptr;       // null: no section covers the calls
-  bool plain_ = true;              // no section of it has to be repeated
-  bool clones_ = true;             // outputs that are views of the weights are cloned
+  static constexpr std::uint64_t kAskAlways = 16;
+  std::uint64_t calls_ = 0;  // torch is asked for gradients at the first of them, and then at each so many
+  bool plain_ = true;        // no section of it has to be repeated
+  bool clones_ = true;       // outputs that are views of the weights are cloned
   std::uint64_t generation_ = 0;
   std::atomic<const void*> thread_{nullptr};
   PyObject* running_ = nullptr;  // borrowed from the call
@@ -245,14 +258,14 @@ class Cover {
 
 // The native half of a guard: an object that is called in place of a method.
 struct NativeGuard {
-  nb::object inner, cover;
+  nb::object inner, plain, cover;
 };
 
 PyObject* guard_call(PyObject* self, PyObject* args, PyObject* kwargs) {
   auto& guard = *nb::inst_ptr<NativeGuard>(self);
   try {
-    const nb::object cover = guard.cover, inner = guard.inner;  // a call below may set others
-    return nb::inst_ptr<Cover>(cover)->run(cover, inner, args, kwargs).release().ptr();
+    const nb::object cover = guard.cover;  // a call below may set another
+    return nb::inst_ptr<Cover>(cover)->run(cover, {guard.inner, guard.plain}, args, kwargs).release().ptr();
   } catch (nb::python_error& error) {
     error.restore();
   }
@@ -264,6 +277,7 @@ int guard_traverse(PyObject* self, visitproc visit, void* arg) {
   if (!nb::inst_ready(self)) return 0;
   auto& guard = *nb::inst_ptr<NativeGuard>(self);
   Py_VISIT(guard.inner.ptr());
+  Py_VISIT(guard.plain.ptr());
   Py_VISIT(guard.cover.ptr());
   return 0;
 }
@@ -271,6 +285,7 @@ int guard_traverse(PyObject* self, visitproc visit, void* arg) {
 int guard_clear(PyObject* self) {
   auto& guard = *nb::inst_ptr<NativeGuard>(self);
   guard.inner.reset();
+  guard.plain.reset();
   guard.cover.reset();
   return 0;
 }
@@ -306,14 +321,6 @@ void bind_cover(nb::module_& m) {
       .def("set_model_lock", &Cover::set_model_lock, "model_lock"_a, "flight"_a, "inners"_a,
            nb::sig("def set_model_lock(self, model_lock: ModelLock, flight: Flight, inners: list[int]) -> None"))
       .def(
-          "run",
-          [](nb::handle self, nb::handle inner, nb::handle args, nb::handle kwargs) {
-            return nb::inst_ptr<Cover>(self)->run(self, inner, args, kwargs);
-          },
-          "inner"_a, "args"_a, "kwargs"_a,
-          nb::sig("def run(self, inner: typing.Any, args: tuple, kwargs: dict) -> typing.Any"),
-          "inner(*args, **kwargs) inside a section; at once if this thread is in such a call already.")
-      .def(
           "run_inside",
           [](nb::handle self, nb::handle inner, nb::handle args, nb::handle kwargs) {
             return nb::inst_ptr<Cover>(self)->run_inside(self, inner, args, kwargs);
@@ -326,17 +333,20 @@ void bind_cover(nb::module_& m) {
       .def("aliases", &Cover::aliases, "tensor"_a, "Does the tensor show the reader's weights?")
       .def_rw("gradients_checked", &Cover::gradients_checked);
 
-  nb::class_<NativeGuard>(m, "Guard", "Called in place of a method: inner(*args, **kwargs) as Cover.run() does it.",
+  nb::class_<NativeGuard>(m, "Guard", "Called in place of a method, which it calls inside a section of its cover.",
                           nb::type_slots(guard_slots), nb::is_weak_referenceable())
       .def(nb::init<>())
       .def(
           "set_target",
-          [](NativeGuard& g, nb::object inner, nb::object cover) {
+          [](NativeGuard& g, nb::object inner, nb::object plain, nb::object cover) {
             nb::cast<Cover*>(cover);  // TypeError for anything else
             g.inner = std::move(inner);
+            g.plain = std::move(plain);
             g.cover = std::move(cover);
           },
-          "inner"_a, "cover"_a, nb::sig("def set_target(self, inner: typing.Any, cover: Cover) -> None"));
+          "inner"_a, "plain"_a, "cover"_a,
+          nb::sig("def set_target(self, inner: typing.Any, plain: typing.Any, cover: Cover) -> None"),
+          "`plain` is called instead of `inner` as long as nothing is compiled.");
 }
 
 }  // namespace shmsync::bind

@@ -194,17 +194,10 @@ void bind_reader(nb::module_& m) {
       .value("POISONED", State::poisoned);
 
   m.def(
-      "when_compiling",
-      [](nb::object tell, nb::object compiling) {
-        g_register = tell.release();
-        if (!compiling.is_none()) g_compiling = compiling.release();
-      },
-      "register"_a, "compiling"_a.none(),
-      nb::sig("def when_compiling(register: typing.Callable[[], object], "
-              "compiling: typing.Callable[[], object] | None) -> None"),
-      "`register` tells Dynamo what it must know; `compiling` answers None while Dynamo compiles no frame that "
-      "begins.");
-  m.def("tell_dynamo", &tell_dynamo, "Call `register`, once, if Dynamo has been imported. True: it was called now.");
+      "when_compiling", [](nb::object tell) { g_register = tell.release(); }, "register"_a,
+      nb::sig("def when_compiling(register: typing.Callable[[], object]) -> None"),
+      "`register` tells Dynamo what it must know.");
+  m.def("tell_dynamo", &tell_dynamo, "Call `register`, once, if Dynamo has been imported.");
 
   nb::class_<Section>(
       m, "ReadSection",

@@ -2,8 +2,8 @@
 //
 // The common path (nothing new, the gate is open) runs here. All else goes to Python, through hooks of the subclass:
 // _enter_slowly(outcome, version, timeout), _refresh_now(), _look_for_successor() for one that follows, and
-// _reads_end() at the end of a section that a device works for. Below code that Dynamo compiles it calls _enter_slow()
-// and _refresh_slow(), which keep it out. read() hands a timeout that is no float, or is none, to _checked_timeout().
+// _reads_end() at the end of a section that a device works for. read() hands a timeout that is no float, or is none, to
+// _checked_timeout().
 //
 // INV: when a hook raises, or a signal interrupts it anywhere, a pin that became no section is dropped and the lock is
 //      given back. So taking and giving back are both C++: Python can be interrupted between any two lines.
@@ -55,7 +55,10 @@ class Reader {
 
   // One thread at a time may be in sections or in refresh(); that thread may enter again.
   void lock(nb::handle self, nb::handle timeout) {
-    if (!mutex.try_lock()) wait_for_lock(nb::cast<double>(timeout.is_none() ? self.attr("timeout") : timeout));
+    if (!mutex.try_lock()) {
+      check();
+      wait_for_lock(nb::cast<double>(timeout.is_none() ? self.attr("timeout") : timeout));
+    }
     try {
       check();  // it may have been closed while we waited
       if (depth == 0 && entering)
@@ -74,7 +77,6 @@ class Reader {
   }
 
   void enter(nb::handle self, nb::handle version, nb::handle timeout) {
-    check();
     lock(self, timeout);
     try {
       if (depth > 0) {
@@ -88,8 +90,8 @@ class Reader {
         const Enter outcome = version.is_none() ? side->try_enter() : Enter::gated;
         if (outcome != Enter::same) {
           const Entering mark(entering);
-          const char* const hook = nothing_compiles() ? "_enter_slowly" : "_enter_slow";
-          call_method(self, hook, nb::cast(outcome), version, timeout);
+          tell_dynamo();
+          call_method(self, "_enter_slowly", nb::cast(outcome), version, timeout);
         }
       }
       thread_versions.use(version_of(side->held()));
@@ -127,7 +129,7 @@ class Reader {
     return torn;
   }
 
-  // Leaves what _enter_slow() or _refresh_slow() has entered, in the middle of their work.
+  // Leaves what _enter_slowly() or _refresh_now() has entered, in the middle of their work.
   bool abandon(nb::handle self) {
     std::optional<nb::python_error> error;
     if (side->device()) tell_device(self, error);
@@ -150,7 +152,8 @@ class Reader {
     lock(self, nb::none());
     try {
       const Entering mark(entering);
-      const bool moved = nb::cast<bool>(call_method(self, nothing_compiles() ? "_refresh_now" : "_refresh_slow"));
+      tell_dynamo();
+      const bool moved = call_method(self, "_refresh_now").is(Py_True);
       thread_versions.use(thread_versions.applied());
       unlock(self);
       return moved;

@@ -101,7 +101,7 @@ class SectionLock {
   };
 
   void hold(const std::shared_ptr<Thread>& thread) {
-    owner_ = thread;
+    if (owner_ != thread) owner_ = thread;  // else it would count its references, which is atomic, for nothing
     holds_ = 1;
   }
 

@@ -88,13 +88,14 @@ class SourcePlan {
   bool match(nb::handle source) {
     release();
     moved_ = !settled_;
-    settled_ = false;
     away_ = false;
     std::optional<TorchFunctionOff> off;
-    settled_ = fits(root_, source.ptr(), off) && std::all_of(twins_.begin(), twins_.end(), [this](const auto& pair) {
-                 return leaves_[pair.first].bytes == 0 || leaves_[pair.first].address == leaves_[pair.second].address;
-               });
-    return settled_;
+    const bool found =
+        fits(root_, source.ptr(), off) && std::all_of(twins_.begin(), twins_.end(), [this](const auto& pair) {
+          return leaves_[pair.first].bytes == 0 || leaves_[pair.first].address == leaves_[pair.second].address;
+        });
+    settled_ = found || !moved_;
+    return found;
   }
 
   void release() {
@@ -272,8 +273,11 @@ class SourcePlan {
       case Kind::ignored:
         return true;
       case Kind::dict: {
+        const std::vector<Entry>& entries = levels_[node.at];
+        if (PyDict_Size(value) != static_cast<Py_ssize_t>(entries.size())) return false;
+        if (entries.empty()) return true;
         const nb::object held = nb::borrow(value);
-        return fits_dict(levels_[node.at], value, off);
+        return fits_dict(entries, value, off);
       }
       default:
         break;
@@ -290,8 +294,6 @@ class SourcePlan {
   }
 
   bool fits_dict(const std::vector<Entry>& entries, PyObject* dict, std::optional<TorchFunctionOff>& off) {
-    if (PyDict_Size(dict) != static_cast<Py_ssize_t>(entries.size())) return false;
-    if (entries.empty()) return true;
     PyObject *key, *value;
     Py_ssize_t at = 0;
     for (const Entry& entry : entries) {
@@ -341,7 +343,7 @@ class SourcePlan {
   std::vector<PyObject*> converted_;  // held by held_
   std::vector<PyObject*> held_;
   bool moved_ = false, away_ = false;
-  bool settled_ = false;  // did the last source fit? Else the caller has not looked at some addresses
+  bool settled_ = false;  // has the caller looked at all addresses? Not at those of a source that did not fit
   std::uint64_t bytes_ = 0;
 };
 

@@ -36,22 +36,17 @@ def names_nearest(call: Callable[P, T]) -> Callable[P, T]:
     return checked
 
 
-def check_seconds(name: str, seconds: float, means: str) -> float:
-    """Seconds as a float; a number that no float can hold is math.inf.
+def check_timeout(timeout: float, name: str = "timeout") -> float:
+    """A timeout as a float; math.inf, or a number that no float can hold, waits without limit.
 
-    Raises ValueError, which says what some `means`, unless they are 0 or more, or math.inf.
+    Raises ValueError unless it is 0 or more seconds.
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not seconds >= 0:  # NaN is not
-        raise ValueError(f"{name} must be 0 or more seconds ({means}), not {seconds!r}")
+    if isinstance(timeout, bool) or not isinstance(timeout, Real) or not timeout >= 0:  # NaN is not
+        raise ValueError(f"{name} must be 0 or more seconds (math.inf waits without limit), not {timeout!r}")
     try:
-        return float(seconds)
+        return float(timeout)
     except OverflowError:
         return math.inf
-
-
-def check_timeout(timeout: float, name: str = "timeout") -> float:
-    """A timeout as a float. Raises ValueError unless it is 0 or more seconds; math.inf waits without limit."""
-    return check_seconds(name, timeout, "math.inf waits without limit")
 
 
 DEFAULT_TIMEOUT = 10.0  # seconds

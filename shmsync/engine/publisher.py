@@ -135,12 +135,8 @@ class Publisher:
         It has the leaves that the module's own state_dict() has. Raises Poisoned after an update() that failed half
         way, and WriterBusy while another call writes.
         """
-        writer = self._writer
-        writer.check()
-        with writer.lock:
-            writer.ready(deadline_after(None, writer.timeout))
-            writer.refuse_poisoned()
-            return copied_state(writer.arena, writer.current[1])
+        with self._writer.at_rest() as (_, slot):
+            return copied_state(self._writer.arena, slot)
 
     def digest(self) -> tuple[int, dict[str, str]]:
         """The published version, and a digest of each of its leaves by dotted key.
@@ -148,13 +144,8 @@ class Publisher:
         A digest is 16 bytes of BLAKE2b, in hex, of the leaf's bytes as they lie in the arena. Compare it with that of
         Subscriber.digest(). Raises as state_dict() does.
         """
-        writer = self._writer
-        writer.check()
-        with writer.lock:
-            writer.ready(deadline_after(None, writer.timeout))
-            writer.refuse_poisoned()
-            version, slot = writer.current
-            return version, digests_of(writer.arena, slot)
+        with self._writer.at_rest() as (version, slot):
+            return version, digests_of(self._writer.arena, slot)
 
     @property
     def handle(self) -> Handle:
@@ -195,8 +186,6 @@ class Publisher:
             WorkerDied: published, but these workers died before they had applied it.
             AckTimeout: published, but these workers have not applied it in time.
         """
-        if _native.tell_dynamo():  # it may be compiling this call; the method is another one now
-            return Publisher.publish(self, weights, wait=wait, timeout=timeout, after=after)
         writer = self._writer
         acks = None if wait is None else _acks(wait)
         return writer.publish(weights, deadline_after(timeout, writer.timeout), acks, after)
@@ -329,7 +318,8 @@ class Update(_native.Scope):
         writer.lock.acquire(self)
         deadline = deadline_after(self._timeout, writer.timeout)
         try:
-            writer.ready(deadline)
+            if writer.closed or writer.device is not None or writer.native.writing:
+                writer.ready(deadline)
             if self._acks is not None:
                 writer.refuse_wait(self._acks)
         except BaseException:  # nothing was begun: _recover() must not take back a version that is under way
@@ -378,7 +368,7 @@ def _acks(wait: Wait) -> Acks | None:
     if wait is None or wait is False:
         return None
     if wait is True or (isinstance(wait, str) and wait == "all"):
-        return Acks(None)
+        return "all"
     if isinstance(wait, (str, bytes)) or not isinstance(wait, Iterable):
         raise ValueError(f'wait is False (or None), True (or "all"), or a list of worker indices, not {wait!r}')
-    return Acks([check_worker(worker) for worker in wait])
+    return [check_worker(worker) for worker in wait]

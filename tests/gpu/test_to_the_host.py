@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shmsync
-from shmsync.engine.copy.converting import MANY
+from shmsync.engine.converting import MANY
 from support.devices import on_gpu
 from support.jobs.engine import bind_copies
 from support.weights import stamp

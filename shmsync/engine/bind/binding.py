@@ -24,7 +24,7 @@ from ...memory.arena import Arena
 from ...memory.devices import assign, has_address, holding, laid_out
 from ...memory.manifest import Key
 from ...memory.torch_modes import counts_changes, modes_are_on, plainly, run_plainly
-from ..copy.converting import Crossing
+from ..converting import Crossing
 from ..read.reading import ReadPath
 from ..source.leaf_check import is_wrapper
 from ..source.manifest_check import (
@@ -56,17 +56,9 @@ class Binding:
         module: whose tensors are bound.
         check: which of them are views, and of which leaves.
         tensors: what check.tensors() has given for the module.
-        replaced: the bindings that end, as taken_over() has them; not if this one cannot be made.
     """
 
-    def __init__(
-        self,
-        path: ReadPath,
-        module: nn.Module,
-        check: ModuleCheck,
-        tensors: dict[Key, torch.Tensor],
-        replaced: Iterable[Binding] = (),
-    ) -> None:
+    def __init__(self, path: ReadPath, module: nn.Module, check: ModuleCheck, tensors: dict[Key, torch.Tensor]) -> None:
         self.path, self._name = weakref.ref(path), path.name
         self._arena: Arena = path.arena
         self._root = weakref.ref(module)
@@ -75,8 +67,6 @@ class Binding:
         with plainly():
             check.refuse_views(module, tensors)
             materialise(module, (*tensors.values(), *check.empty.values()), path.arena.device)
-            for old in replaced:
-                old.drop()
             leaves = {id(tensor): (check.leaf_of(key), tensor) for key, tensor in tensors.items()}
             bound = leaves.keys() | {id(tensor) for tensor in check.empty.values()}
             self._owners = [weakref.ref(each) for each in modules if not bound.isdisjoint(map(id, _held_by(each)))]
@@ -84,7 +74,8 @@ class Binding:
             self._viewed_keys, self._viewed = [leaf for leaf, _ in viewed], [tensor for _, tensor in viewed]
             self.copied = [pair for pair in leaves.values() if not check.viewed(pair[1])]
             by_key = self._arena.manifest.by_key
-            for leaf, tensor in self.copied:  # forward passes write buffers
+            self.buffers = [tensor for _, tensor in self.copied]  # private copies: forward passes write them
+            for leaf, tensor in self.copied:
                 make_private(tensor, by_key[leaf].strides)
             stores = {
                 id(tensor): (each._buffers, name)
@@ -95,7 +86,7 @@ class Binding:
             self._buffers = _native.BufferCopies(
                 [(*stores.get(id(tensor), (None, "")), tensor, by_key[leaf].offset) for leaf, tensor in self.copied]
             )
-            self._counted = [tensor for _, tensor in self.copied if counts_changes(tensor)]
+            self._counted = [tensor for tensor in self.buffers if counts_changes(tensor)]
         self._crossing: Crossing | None = None
         self._sets: dict[int, tuple[list[torch.Tensor], int]] = {}  # by slot; with the address of the first
         self._address = 0  # of the first view that the parameters show; 0: they have private memory
@@ -111,12 +102,10 @@ class Binding:
             ),
             ({}, ""),
         )
-        copies = [tensor for each in path.followers for tensor in each.private_copies()] + self.private_copies()
+        copies = [tensor for each in path.followers for tensor in each.buffers] + self.buffers
         placed = [tensor for tensor in copies if has_address(tensor) and tensor.numel()]
         path.set_copies([(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in placed])
-        devices = {
-            tensor.device: tensor for tensor in self.private_copies() if tensor.device.type not in ("cpu", "meta")
-        }
+        devices = {tensor.device: tensor for tensor in self.buffers if tensor.device.type not in ("cpu", "meta")}
         self._devices = [(holding(tensor), device) for device, tensor in devices.items()]
         _made.add(self)
 
@@ -126,7 +115,7 @@ class Binding:
 
     def tensors(self) -> set[int]:
         """The ids of the tensors that it moves."""
-        return {id(tensor) for tensor in (*self._viewed, *self.private_copies())}
+        return {id(tensor) for tensor in (*self._viewed, *self.buffers)}
 
     def is_of(self, module: nn.Module) -> bool:
         """Was it made for this module?"""
@@ -217,10 +206,6 @@ class Binding:
         for _, device in self._devices:
             torch.get_device_module(device).synchronize(device)
 
-    def private_copies(self) -> list[torch.Tensor]:
-        """The tensors that a move copies into."""
-        return [tensor for _, tensor in self.copied]
-
     @run_plainly
     def release(self, owners: set[nn.Module] | None = None) -> None:
         """Give parameters (of these modules only) private memory with the same values. Call it inside a section."""
@@ -230,17 +215,11 @@ class Binding:
                 make_private(tensor)
         self._slot, self._address = None, 0
 
-    def drop(self) -> None:
-        """Move nothing any more: another binding takes over."""
+    def follow(self, on: bool) -> None:
+        """Move with each version, or not any more."""
         path = self.path()
-        if path is not None and self in path.followers:
-            path.followers.remove(self)
-
-    def restore(self) -> None:
-        """Undo drop(): the other one failed."""
-        path = self.path()
-        if path is not None and self not in path.followers:
-            path.followers.append(self)
+        if path is not None and (self in path.followers) is not on:
+            path.followers.append(self) if on else path.followers.remove(self)
 
 
 def _held_by(module: nn.Module) -> tuple[torch.Tensor | None, ...]:

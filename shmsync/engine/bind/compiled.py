@@ -3,6 +3,9 @@
 Its front end is Dynamo, whose import takes as long as that of torch: a worker that compiles nothing never imports it.
 So register() waits for that import. The native guards, sections and update() call it, once, before they run Python code
 with Dynamo loaded (native/bind/compiling.hpp). What is compiled before that treats a guard as a break between graphs.
+
+Which of our frames Dynamo leaves alone is marked in their code, which costs their calls nothing. Torch before 2.8 has
+no such mark for all frames below: there disable() becomes torch.compiler.disable(), which adds 2 µs to a call.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -21,23 +23,27 @@ from ..read.reading import ReadPath
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+try:
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    _ONLY_IT = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
+    _ALL_BELOW = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+except ImportError:
+    from torch._C._dynamo.eval_frame import skip_code
+
+    _ALL_BELOW = None
+
 _lock = threading.RLock()
-_skipped: list[Callable[..., Any]] = []  # what register() tells Dynamo of
-_disabled: list[tuple[type, str]] = []
+_wrapped: list[tuple[type, str]] = []  # what register() wraps in an old torch
 _registered = False
 
 
 def register() -> None:
     """Tell Dynamo, which has been imported, what is new since the last call."""
     global _registered
-    from torch._dynamo.decorators import skip as skip_frame
-
     with _lock:
-        while _skipped:
-            # torch.compiler.disable(recursive=False) is this plus a frame around each call.
-            skip_frame(_skipped.pop())
-        while _disabled:
-            owner, name = _disabled.pop()
+        while _wrapped:
+            owner, name = _wrapped.pop()
             setattr(owner, name, torch.compiler.disable(vars(owner)[name]))
         if not _registered:
             torch.compiler.assume_constant_result(_covered)
@@ -48,17 +54,34 @@ def register() -> None:
 
 def skip(function: F) -> F:
     """Dynamo compiles what this function calls, not its own frame. A decorator."""
-    _skipped.append(function)
-    if _registered:
-        register()
+    marked: Any = function
+    if _ALL_BELOW is None:
+        skip_code(marked.__code__)
+    else:
+        set_code_exec_strategy(marked.__code__, _ONLY_IT)
+    marked._torchdynamo_disable = True  # for a caller that it compiles; as torch._dynamo.decorators.skip() does
+    return function
+
+
+def leave_alone(function: F) -> F:
+    """Dynamo compiles neither this function nor what it calls. A decorator."""
+    if _ALL_BELOW is None:
+        return torch.compiler.disable(function)
+    skip(function)
+    marked: Any = function
+    set_code_exec_strategy(marked.__code__, _ALL_BELOW)
     return function
 
 
 def disable(owner: type, *names: str) -> None:
-    """Dynamo compiles neither these methods of a class nor what they call."""
-    _disabled.extend((owner, name) for name in names)
-    if _registered:
-        register()
+    """Dynamo compiles neither these methods of a class nor what they call. It imports nothing."""
+    if _ALL_BELOW is None:
+        _wrapped.extend((owner, name) for name in names)
+        if _registered:
+            register()
+        return
+    for name in names:
+        leave_alone(vars(owner)[name])
 
 
 covers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # of guards, by their `number`
@@ -107,17 +130,10 @@ def _covered(number: int) -> bool:
     return cover is not None and code in cover.codes.get(id(cover.running), ())
 
 
-disable(ReadPath, "_reads_end", "_enter_slow", "_checked_timeout", "_refresh_slow", "_look_for_successor")
+disable(ReadPath, "_reads_end", "_enter_slowly", "_checked_timeout", "_refresh_now", "_look_for_successor")
 for function in (ReadPath.run, ReadPath.private, *outputs.FRAMES):
     skip(function)
-
-_compiles: Callable[[], object] | None = None
-with suppress(ImportError):  # this torch does not say
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback as _compiles
-with suppress(ImportError):  # in a torch without it, the first call of a guard breaks the graph
-    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-
-    # The first guard may run below code that Dynamo compiles, and then register() does.
-    set_code_exec_strategy(register.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
-
-_native.when_compiling(register, _compiles)
+# The first guard may run below code that Dynamo compiles, and then register() does.
+if _ALL_BELOW is not None:
+    leave_alone(register)
+_native.when_compiling(register)

@@ -48,11 +48,12 @@ def bind(
     calls = calls_of(module, guard)
     # No call is under way while the tensors change hands.
     with reader.hold_lock(), nullcontext() if instead_of is None else instead_of.hold_lock():
-        reader.followers[:] = [each for each in reader.followers if not isinstance(each, Binding) or each.owners()]
+        reader.followers[:] = [each for each in reader.followers if each.owners()]
         tensors = check.tensors(bound)
         replaced = taken_over(bound, tensors, reader, instead_of)
-        for old in replaced:
-            old.drop()  # it may fit no more, which would be an error at the entry of the section
+        before = [(path, list(path.followers)) for path in (reader, instead_of) if path is not None]
+        for path, followers in before:  # what fits no more would be an error at the entry of the section
+            path.followers[:] = [each for each in followers if each not in replaced]
         had_used = reader.has_used_version
         try:
             with reader.read() if reader.applied_version else nullcontext():
@@ -61,8 +62,8 @@ def bind(
                     binding.move(reader.held_slot)
                 reader.followers.append(binding)
         except BaseException:
-            for old in replaced:
-                old.restore()
+            for path, followers in before:
+                path.followers[:] = followers
             raise
         finally:
             if not had_used:  # the section is no use of this thread's: `version` goes on with what is applied
@@ -191,7 +192,7 @@ disable(Cover, "_look")
 
 
 class Guard(Proxy, _native.Guard):
-    """Runs each call of one method in a section of a cover. It is native: it costs 0.2 µs, a nested one 0.1."""
+    """Runs each call of one method in a section of a cover. It is native: a call runs no Python of ours."""
 
     def __init__(self, module: nn.Module, name: str, cover: Cover) -> None:
         _native.Guard.__init__(self)
@@ -208,7 +209,7 @@ class Guard(Proxy, _native.Guard):
         self.cover = cover
         cover.guards.add(self)
         self.number = id(cover)  # which Dynamo can compare
-        self.set_target(self.entered, cover)
+        self.set_target(self.entered, self.inner, cover)
         cover.codes[id(self.entered)] = first_frames(self.entered, self.inner, whole=self._whole)
         covers[self.number] = cover
 

@@ -14,9 +14,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing import util
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ... import _native
 from ..._native import Consistency, Enter, HostCall, State
@@ -31,7 +29,6 @@ from ...errors import (
     WriterDied,
 )
 from ...memory import attaching
-from ...memory.arena import Arena
 from ...memory.attaching import Attached, Release
 from ...memory.devices import Stream
 from ...memory.process import Peers, pid_of, stay_if_exiting
@@ -62,27 +59,6 @@ _TEARS_BEFORE_PIN = 3
 _SAME, _MOVED = Enter.SAME, Enter.MOVED  # which an Enum finds in 0.1 µs
 
 
-class Follower(Protocol):
-    """Something that shows the weights and moves to each new version: a bound module, for example."""
-
-    def move(self, slot: int) -> bool:
-        """Show this slot, whose version the open section holds. False: drop this follower."""
-
-    # What concerns some followers only.
-
-    def prepare(self) -> None:
-        """Called for all followers before any moves. What cannot show the next version raises."""
-        return
-
-    def rebase(self, arena: Arena) -> None:
-        """From the next move() on, show this arena. Its leaves are the same, its slots and addresses are not."""
-        return
-
-    def private_copies(self) -> list[torch.Tensor]:
-        """Its tensors that a move copies into."""
-        return []
-
-
 class Pinned(float):
     """A timeout that also asks for a pinned section, whatever the subscriber's consistency."""
 
@@ -104,7 +80,7 @@ class ReadPath(_native.Reader):
         begin, end = attached.arena.readonly_range()
         self.set_slab(begin, end)
         self.arena = attached.arena
-        self.followers: list[Follower] = []
+        self.followers: list[Any] = []  # the Bindings of modules, which move to each version
         self.covers: weakref.WeakSet[Any] = weakref.WeakSet()  # of bound modules
         self._streams: list[Stream] = []  # that the open section uses on a device, besides the current one
         self.optimistic = consistency is Consistency.OPTIMISTIC
@@ -328,8 +304,7 @@ class ReadPath(_native.Reader):
             warnings.warn(f"Subscriber of {self.name!r} was not closed", ResourceWarning, stacklevel=2)
 
     # Hooks that the native Reader calls, with its lock held. It drops the pin and the lock if they raise. They may run
-    # below compiled code, and Dynamo must not compile them: bind/compiled.py tells it. The two with a second name are
-    # called by it, which costs 2 µs, where Dynamo compiles.
+    # below compiled code, and Dynamo must not compile them: bind/compiled.py tells it.
 
     def _enter_slowly(self, outcome: Enter, version: int | None, timeout: float | None) -> None:
         """Enter a section, or raise; waits while the gate is closed."""
@@ -434,8 +409,6 @@ class ReadPath(_native.Reader):
     def _reads_end(self, call: HostCall | None) -> None:
         end_reads(self.arena, self.name, self._streams, call, self._look_up)
 
-    _enter_slow = _enter_slowly
-
     def _checked_timeout(self, timeout: float) -> float:
         return check_timeout(timeout)
 
@@ -452,8 +425,6 @@ class ReadPath(_native.Reader):
             self.forget_applied()
             self._enter_slowly(Enter.GATED, None, Pinned(self.timeout))
         return self._moves != before
-
-    _refresh_slow = _refresh_now
 
     def _look_for_successor(self) -> None:
         """At the entry of a section now and then: move on if the publisher was started again."""

@@ -72,11 +72,8 @@ def problem_with_key(key: Key) -> str | None:
         return f"has {len(key):,} levels, and {DEEPEST} are the most; flatten the weights, or see what contains itself"
     if "" in key:
         return "has an empty part; give it a name"
-    name = ".".join(key)
-    if "\0" in name:
-        return "has a NUL character; leave it out"
     try:
-        name.encode()
+        ".".join(key).encode()
     except UnicodeEncodeError:
         return "has a lone surrogate, which is no character and which UTF-8 cannot write; give it another name"
     return None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from numbers import Integral
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ... import _native
 from ...errors import WorkerDied
@@ -143,10 +143,7 @@ _ACKS = Wording(
 )
 
 
-class Acks(NamedTuple):
-    """Whose acks a call waits for."""
-
-    workers: list[int] | None  # their indices; None: all workers
+Acks: TypeAlias = Literal["all"] | list[int]  # whose acks a call waits for: those attached now, or these workers'
 
 
 class WorkerWatch(NamedTuple):
@@ -167,10 +164,8 @@ class WorkerWatch(NamedTuple):
     before_write: Callable[[], None]
 
 
-def wait_for_acks(
-    waits: PinWait, version: int, workers: list[int] | None, deadline: float, closing: Callable[[], bool]
-) -> None:
-    """Wait until the workers have acked `version`; None: those attached now, a list: these indices, attached or not.
+def wait_for_acks(waits: PinWait, version: int, acks: Acks, deadline: float, closing: Callable[[], bool]) -> None:
+    """Wait until the workers have acked `version`. Those that a list names may attach meanwhile.
 
     A worker that leaves meanwhile is not waited for, unless it was named and had not acked. `waits` knows the rows that
     this call has reaped already, while it waited for their pins. `closing` says when the arena is about to be closed.
@@ -178,6 +173,7 @@ def wait_for_acks(
     Raises WorkerDied as soon as only dead ones are left to wait for, AckTimeout at the deadline, ClosedError.
     """
     what, writer, control = f"version {version}", waits.writer, waits.arena.control
+    workers = None if acks == "all" else acks
     asked: list[RowId] = []
     if workers is None:
         asked = writer.wait_acks(version, writer.claimed_rows(), slice_until(deadline))

@@ -2,7 +2,7 @@
 
 The Parameter objects stay, and only their `.data` is a view of the slab. A program may give a parameter other memory at
 any time: `p.data = averaged`, a new nn.Parameter, load_state_dict(assign=True). So one native pass looks at the module
-at each update() and publish() (copy/copy_plan.py). A parameter that left the slab is copied back and points there
+at each update() and publish() (copy_plan.py). A parameter that left the slab is copied back and points there
 again. Buffers stay private, since forward passes write them, and are copied when an update ends.
 
 A load goes into private copies, and becomes a version when it has succeeded: torch writes what fits before it raises
@@ -28,11 +28,10 @@ from ...errors import ManifestMismatch, ProtocolError
 from ...memory.arena import Arena, lies_in, mapped_ranges
 from ...memory.devices import assign
 from ...memory.manifest import Key, layout_of
-from ...memory.torch_modes import copy_into, plainly, run_plainly
+from ...memory.torch_modes import copy_into, counts_changes, plainly, run_plainly
 from ..bind.binding import refuse_max_norm
-from ..bind.compiled import skip
+from ..bind.compiled import leave_alone, skip
 from ..bind.guard import Proxy
-from ..copy.copy_plan import CopyPlan, PlanCache
 from ..source.manifest_check import (
     elsewhere,
     mismatches,
@@ -43,11 +42,12 @@ from ..source.manifest_check import (
     untied,
 )
 from ..source.wrappers import modules_in
+from .copy_plan import CopyPlan, PlanCache
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 R = TypeVar("R")
 
-_WATCHED = 8  # parameters whose version counters are looked at by one update(): the next ones by the next
+_WATCHED = 8  # parameters whose version counters are looked at between two updates: after the next one, the next
 
 
 class Adoption:
@@ -80,7 +80,8 @@ class Adoption:
         self._loading: int | None = None  # the thread that is in load()
         self._loaded: set[int] = set()  # ids of parameters that are in private copies of load()
         self._undo: list[Callable[[], object]] = []  # what restore() gives back besides the parameters
-        self._warned, self._window, self._versions = False, 0, dict[Key, int]()
+        # Parameters in groups, the one that is watched now last, and the counters of those. Empty once warned.
+        self._watched, self._counters = [[]], list[int]()
         placed = self._fitting()
         theirs = mapped_ranges()
         for key, tensor in placed.items():
@@ -193,6 +194,10 @@ class Adoption:
         moving = list(away)
         _native.set_data([placed[key] for key in moving], [self._views[key] for key in moving])
         self._placed = placed
+        if self._watched:
+            counted = [tensor for tensor in placed.values() if counts_changes(tensor)]
+            self._watched = [counted[at : at + _WATCHED] for at in range(0, len(counted), _WATCHED)] or [[]]
+            self.remember_versions()
         if isinstance(self.source, nn.Module):
             self._guard_loads(self.source)
         self._plan = self._plans.make(self.source)
@@ -214,25 +219,24 @@ class Adoption:
 
     def remember_versions(self) -> None:
         """An update() has ended: a later write into a parameter is a stray one, until the next."""
-        keys = list(self._placed)
-        window = keys[self._window : self._window + _WATCHED]
-        self._window = 0 if self._window + _WATCHED >= len(keys) else self._window + _WATCHED
-        self._versions = {key: version for key in window if (version := _version(self._placed[key])) is not None}
+        if len(self._watched) > 1:
+            self._watched.append(self._watched.pop(0))
+        if self._watched:
+            self._counters = [tensor._version for tensor in self._watched[-1]]
 
     def warn_of_stray_writes(self) -> None:
         """Warn, once, of a parameter that torch has written since the last update()."""
-        if self._warned:
+        if not self._watched or [tensor._version for tensor in self._watched[-1]] == self._counters:
             return
-        written = [
-            key for key, before in self._versions.items() if _version(self._placed.get(key)) not in (before, None)
-        ]
-        if written:
-            self._warned = True
-            warnings.warn(
-                f"{', '.join(map('.'.join, written))} of the adopted module was written outside update(): workers of "
-                f"arena {self.name!r} may have read it half written. Write inside `with pub.update():`",
-                stacklevel=4,
-            )
+        names = {id(tensor): ".".join(key) for key, tensor in self._placed.items()}
+        watched = zip(self._watched[-1], self._counters, strict=True)
+        written = [names[id(tensor)] for tensor, before in watched if tensor._version != before]
+        self._watched = []
+        warnings.warn(
+            f"{', '.join(written)} of the adopted module was written outside update(): workers of arena "
+            f"{self.name!r} may have read it half written. Write inside `with pub.update():`",
+            stacklevel=4,
+        )
 
     # ---- steps
 
@@ -258,7 +262,7 @@ class Adoption:
         """Refuse steps of the parameters outside update(), by other optimizers or past the step() that it is in."""
         reference = weakref.ref(self)
 
-        @torch.compiler.disable
+        @leave_alone
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             adoption = reference()
             if adoption is None or adoption._inside():
@@ -412,13 +416,6 @@ def _all_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
         for name, value in held.items()
         if isinstance(value, torch.Tensor)
     ]
-
-
-def _version(tensor: torch.Tensor | None) -> int | None:
-    try:
-        return None if tensor is None else tensor._version
-    except RuntimeError:  # an inference tensor has no version counter
-        return None
 
 
 def _misfit(name: str, problems: list[str]) -> ManifestMismatch:

@@ -22,8 +22,8 @@ from ...errors import DeviceBusy, DeviceFailed, ProtocolError, ShmSyncError
 from ...memory.devices import Device, OnDevice, Piece, Stream
 from ...memory.manifest import Manifest
 from ...memory.process import stay_if_exiting
-from ..copy.copy_plan import CopyPlan
 from ..deadlines import slice_until
+from .copy_plan import CopyPlan
 
 _SLICE = 50_000_000  # ns
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Container
-from contextlib import suppress
+from collections.abc import Container, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +36,8 @@ from ...memory.arena import Arena, create
 from ...memory.devices import OnDevice
 from ...memory.manifest import Key
 from ...memory.process import Peers, me, pid_of, stay_if_exiting
-from ...memory.segment import RowId
 from ...memory.torch_modes import plainly, run_plainly
 from ..by_value import copy_by_value
-from ..copy.copy_plan import CopyPlan, DirtyLeaves, PlanCache
 from ..deadlines import Samples, deadline_after
 from ..source.dtypes import Dtypes
 from ..source.manifest_check import same_bytes
@@ -47,6 +45,7 @@ from ..source.sources import Filter, Weights, manifest_of, place_of
 from ..stats import Counts, PublisherStats
 from .acks import Acks, WorkerWatch, wait_for_acks
 from .adoption import Adoption
+from .copy_plan import CopyPlan, DirtyLeaves, PlanCache
 from .device_writes import DeviceWrites, wait_for_sources
 from .pin_wait import CloseRequest, PinWait
 
@@ -154,6 +153,15 @@ class Writer:
             self.wait_until_published(deadline)
         if self.native.writing:
             self.undo()
+
+    @contextmanager
+    def at_rest(self) -> Iterator[tuple[int, int]]:
+        """The published version and its slot, which no call writes meanwhile. Raises Poisoned, WriterBusy."""
+        self.check()
+        with self.lock:
+            self.ready(deadline_after(None, self.timeout))
+            self.refuse_poisoned()
+            yield self.current
 
     def wait_until_published(self, deadline: float) -> None:
         """With a device: wait until the version that is under way is published."""
@@ -391,17 +399,17 @@ class Writer:
         if self.adopted is not None:
             self.adopted.warn_of_stray_writes()
             looked = self.adopted.look()
-        if self.arena.slots == 1:
-            self.arena.weights(0, writable=True)  # the first time it imports tensordict: before the gate closes
+        slots = self.arena.slots
+        weights = self.arena.weights(0, writable=True)  # the first time it imports tensordict: before the gate closes
         self.begin(deadline)
-        if self.arena.slots > 1:
+        if slots > 1:
             self._carry(None)
+            weights = self.arena.weights(self.native.slot, writable=True)
         elif self.adopted is not None and looked is None:
             self._touched = True
             self.adopted.pull()
         if self.device is not None:
             self.device.open_to()
-        weights = self.arena.weights(self.native.slot, writable=True)
         self._touched = True
         self.updating_thread = threading.get_ident()
         return weights
@@ -470,11 +478,11 @@ class Writer:
     def refuse_wait(self, acks: Acks) -> None:
         """Raise if this call would wait for an ack that only its own thread could give, or for Workers not started."""
         if self.not_started:
-            self.refuse_not_started(acks.workers)
+            self.refuse_not_started(None if acks == "all" else acks)
         if arenas.mapped_so_far == 1:  # by this Publisher: no Subscriber was ever made here
             return
         rows = [self.arena.control.row(index) for index in self.arena.rows_held_by_this_thread()]
-        if any(acks.workers is None or row.worker in acks.workers for row in rows):
+        if any(acks == "all" or row.worker in acks for row in rows):
             raise ProtocolError(
                 "this thread is inside a read section, and wait= would wait for it to leave; leave the section first",
                 version=self.next_version,
@@ -494,7 +502,7 @@ class Writer:
         try:
             with self.close_request.waiting():
                 try:
-                    wait_for_acks(self.pin_wait, version, acks.workers, deadline, ending)
+                    wait_for_acks(self.pin_wait, version, acks, deadline, ending)
                 except WorkerDied as error:
                     if watch is None or not watch.explains(error):
                         raise
@@ -503,11 +511,6 @@ class Writer:
             self.counts.ack_wait.add(time.perf_counter() - started)
             if len(self.peers):  # a worker was late; rows that were given back need no pidfd any more
                 self.peers.keep_only({owner for _, owner in self.arena.control.owners()})
-
-    def applied_by(self, version: int) -> list[int]:
-        """The workers whose last ack is for this version, including those that have left or died since."""
-        rows = self.arena.control.rows(left=True)
-        return [row.worker for row in rows if row.worker is not None and row.acked == version]
 
     def forget_acks(self, worker: int) -> None:
         """Another process is `worker` from now on; what those before it applied, who are gone, is not its doing."""
@@ -524,18 +527,6 @@ class Writer:
         for row in control.rows():
             if pid_of(row.owner) == pid and not self.peers.alive(row.owner):
                 control.reap(*row.id, mine)
-
-    def attached_rows(self) -> dict[int, RowId]:
-        """The row of each attached worker, by its index."""
-        return {row.worker: row.id for row in self.arena.control.rows() if row.worker is not None}
-
-    def wait_rows(self, version: int, rows: list[RowId], nanoseconds: int) -> list[RowId]:
-        """Wait until these rows have acked, at most `nanoseconds`; returns those that have not. Raises DeviceFailed."""
-        try:
-            self.wait_until_published(time.monotonic() + nanoseconds / 1e9)
-        except WriterBusy:
-            return rows
-        return list(self.native.wait_acks(version, rows, nanoseconds))
 
     # ---- the end
 

@@ -147,7 +147,7 @@ class SafePoint:
         if module is None or self.reader is None:
             return []
         bound = bindable(module)
-        return [each for each in self.reader.followers if isinstance(each, Binding) and each.is_of(bound)]
+        return [each for each in self.reader.followers if each.is_of(bound)]
 
     def release(self, owners: set[nn.Module] | None = None) -> None:
         """Let bound parameters (of these submodules only) be private until the next version. Hold the lock."""
@@ -172,7 +172,7 @@ class SafePoint:
             if cover.is_of(module):
                 cover.enter(None, clones=False)  # its guards call what they replace
         for binding in self.bindings():
-            binding.drop()
+            binding.follow(False)
         self.reader = None
 
 
@@ -193,9 +193,9 @@ class LoadPoint(Proxy):
             self._point.release({self.module})
             bindings = self._point.bindings()
             for binding in bindings:
-                binding.drop()  # for the moment: the engine refuses to load into what is bound
+                binding.follow(False)  # for the moment: the engine refuses to load into what is bound
             try:
                 return self.inner(*args, **kwargs)
             finally:
                 for binding in bindings:
-                    binding.restore()
+                    binding.follow(True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shmsync
-from shmsync.engine.copy.converting import LARGE
+from shmsync.engine.write.copy_plan import LARGE
 from support.devices.on_simulated import value
 
 MADE = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shmsync
-from shmsync.engine.copy.converting import ALONE, MANY
+from shmsync.engine.converting import ALONE, MANY
 from support.devices.on_simulated import begin_half_a_copy, open_trainer_there, value
 from support.devices.simulated import Simulated, installed
 

@@ -31,19 +31,6 @@ class Holding(nn.Module):
         return x @ (held() if isinstance(held, weakref.ref) else held[0])
 
 
-class Tied(nn.Module):
-    """Two LSTMs of one set of parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = nn.LSTM(3, 3), nn.LSTM(3, 3)
-        for name in dict(self.one.named_parameters()):
-            setattr(self.other, name, getattr(self.one, name))
-
-    def forward(self, x):
-        return self.other(self.one(x)[0])[0]
-
-
 class Embedded(nn.Module):
     def __init__(self):
         super().__init__()
@@ -52,17 +39,6 @@ class Embedded(nn.Module):
 
     def forward(self, x):
         return self.head(self.body(self.embedding(x.abs().long().clamp(max=4)[..., 0]))[0])
-
-
-class Marked(nn.Parameter):
-    """A class of parameters of a user's own."""
-
-
-class WithMarks(nn.Linear):
-    def __init__(self):
-        super().__init__(3, 3)
-        self.weight = Marked(self.weight.data)
-        self.weight.mark = "kept"
 
 
 def recurrent(kind, **options):
@@ -76,14 +52,11 @@ KINDS = {
     },
     "LSTM with projections": recurrent(nn.LSTM, proj_size=2, bidirectional=True, num_layers=2),
     "weight_norm of a Linear": lambda: parametrizations.weight_norm(nn.Linear(3, 4)),
-    "weight_norm of an LSTM": lambda: parametrizations.weight_norm(nn.LSTM(3, 4), "weight_hh_l0"),
     "MultiheadAttention": lambda: nn.TransformerDecoderLayer(3, 1, 4, dropout=0.0).self_attn,
     "Transformer layers": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(3, 1, 4, dropout=0.0), 2),
     "statistics": lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(2)),
-    "tied LSTMs": Tied,
     "tied embedding": Embedded,
     "a list": lambda: Holding(lambda parameter: [parameter]),
-    "parameters of a class of their own": WithMarks,
 }
 
 
@@ -123,8 +96,6 @@ def test_a_bound_module_computes_what_the_trainers_does(publisher, subscriber, k
     now = dict(worker.named_parameters(remove_duplicate=False))
     assert all(now[name] is parameter for name, parameter in parameters.items())
     assert all(reference() is not None for reference in references)
-    if kind == "parameters of a class of their own":
-        assert type(worker.weight) is Marked and worker.weight.mark == "kept"
 
 
 def old_weight_norm():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 
 import pytest
 import torch
@@ -14,9 +13,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shmsync.memory.torch_modes import plainly
-from shmsync.schemes import WeightStrategy
-from shmsync.schemes.multiprocess import _pickled as dumps
-from shmsync.schemes.remote.base import Packer, unpack
 from support.calls import switched
 from support.weights import bytes_of
 
@@ -111,10 +107,6 @@ def publish(arenas, way, **options):
     return pub.weights
 
 
-def publish_cast(arenas, way):
-    return publish(arenas, way, dtype=torch.float64, slots=2)
-
-
 def publish_a_mapping(arenas, way):
     pub = arenas.publisher(Net(2), slots=2)
     given = {"weight": torch.full((3, 4), 5.0), "strided": torch.full((4, 2), 6.0).t()}
@@ -167,31 +159,8 @@ def snapshot(arenas, way):
     return way(sub.snapshot).weights
 
 
-def extract(arenas, way):
-    net = Net(2)
-    return way(lambda: WeightStrategy().extract_weights(net))
-
-
-def apply(arenas, way):
-    net, given = Net(0), held(Net(2))
-    way(lambda: WeightStrategy().apply_weights(net, given))
-    return held(net)
-
-
-def pack_and_unpack(arenas, way):
-    given = Net(2).state_dict()
-    packed_weights = way(lambda: Packer().pack(given, "policy", 1))
-    return way(lambda: unpack(packed_weights.label, packed_weights.buffer))
-
-
-def pickle_and_back(arenas, way):
-    given = Net(2).state_dict()
-    return way(lambda: pickle.loads(dumps(dict(given))))
-
-
 OPERATIONS = [
-    new_publisher, publish, publish_cast, publish_a_mapping, update, adopt_and_close, attach, bind, move,
-    snapshot, extract, apply, pack_and_unpack, pickle_and_back,
+    new_publisher, publish, publish_a_mapping, update, adopt_and_close, attach, bind, move, snapshot,
 ]  # fmt: skip
 
 

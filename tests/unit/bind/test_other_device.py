@@ -10,7 +10,6 @@ import torch
 
 from shmsync import Publisher, Subscriber
 from shmsync.schemes import SharedMemWeightSyncScheme
-from shmsync.schemes.devices import lies_elsewhere
 from support.calls import meanwhile
 from support.conformance.nets import Stamped, ask
 from support.conformance.rigs import PipeRig
@@ -53,26 +52,6 @@ def test_a_module_gets_each_version_where_it_lies(case, consistency, slots):
             assert made.stamps() == [4, 4]
         made.close()
         gc.collect()
-
-
-@pytest.mark.parametrize("device", ["mps", 3])
-def test_a_scheme_refuses_a_device_where_no_arena_can_lie(device):
-    with pytest.raises((TypeError, ValueError), match="device"):
-        SharedMemWeightSyncScheme(device=device)
-
-
-class OnGPU(torch.Tensor):
-    """Says that it lies on another device."""
-
-    device = torch.device("cuda", 0)
-
-
-def test_decision_looks_at_every_tensor():
-    net, cpu = Stamped(1), torch.device("cpu")
-    assert not lies_elsewhere(net, cpu)
-    assert not lies_elsewhere(Stamped(1).to("meta"), cpu)
-    net.register_buffer("far", torch.zeros(1).as_subclass(OnGPU))
-    assert lies_elsewhere(net, cpu)
 
 
 @pytest.mark.parametrize(("consistency", "slots"), SLOTS)

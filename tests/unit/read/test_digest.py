@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
-import threading
 
 import pytest
 import torch
 from torch import nn
 
 import shmsync
-from shmsync import cli
-from support.devices.simulated import Simulated, installed
 from support.weights import fail_half_way
 
 
@@ -100,59 +96,3 @@ def test_a_half_written_version_has_none(publisher):
         pub.digest()
     pub.publish()
     assert pub.digest()[0] == pub.version
-
-
-@pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
-def test_digests_are_never_of_two_versions(both, slots, consistency):
-    source = {name: torch.zeros(50_000) for name in "abc"}
-    pub, sub = both(source, slots=slots, consistency=consistency)
-    known, stop = {pub.digest()[0]: pub.digest()[1]}, threading.Event()
-
-    def publish():
-        while not stop.is_set():
-            value = float(pub.version + 1)
-            for tensor in source.values():
-                tensor.fill_(value)
-            pub.publish()
-
-    publishing = threading.Thread(target=publish)
-    publishing.start()
-    try:
-        for _ in range(50):
-            version, found = sub.digest()
-            assert len(set(found.values())) == 1
-            assert known.setdefault(version, found) == found
-    finally:
-        stop.set()
-        publishing.join()
-    assert len(known) > 10 and len({each["a"] for each in known.values()}) == len(known)
-
-
-@pytest.fixture
-def device():
-    made = Simulated(7, 0.0005)
-    with installed(made):
-        yield made
-
-
-@pytest.mark.parametrize("slots", [1, 3])
-def test_an_arena_on_a_device_has_those_of_the_host(device, both, slots):
-    source = {"w": torch.zeros(1000), "t": torch.ones(2, 3).t()}
-    on_host, (pub, sub) = both(source)[0], both(source, device=device.name, slots=slots)
-    for version in (2, 3):
-        source["w"].fill_(version)
-        on_host.publish()
-        pub.publish()
-        assert pub.digest() == on_host.digest() == sub.digest()
-
-
-def test_the_command_shows_them(publisher, capsys):
-    pub = publisher(Net())
-    version, found = pub.digest()
-    assert cli.main(["inspect", pub.name, "--digest", "--interval", "0"]) == 0
-    said = capsys.readouterr().out
-    assert f"digests of version {version}" in said
-    assert all(f"{digest}  {name}\n" in said for name, digest in found.items())
-    assert cli.main(["inspect", pub.name, "--digest", "--json", "--interval", "0"]) == 0
-    assert json.loads(capsys.readouterr().out)["digest"] == {"version": version, "leaves": found}

@@ -138,42 +138,9 @@ class Planes(nn.Module):
         return torch.randn(3, 4, 9, 9)
 
 
-class Wide(nn.Module):
-    """Two layers, an embedding and a buffer that may lie as they like."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(67, 130)
-        self.second = nn.Linear(130, 33)
-        self.embed = nn.Embedding(67, 67)
-        self.register_buffer("mixed", torch.randn(67, 67))
-
-    def forward(self, x):
-        hidden = torch.relu(self.first(x @ self.mixed))
-        return self.second(hidden) + self.embed(torch.arange(33)).sum(1)
-
-    def inputs(self):
-        return torch.randn(29, 67)
-
-
 def planes(turned=True):
     made = Planes().eval()
     return made.to(memory_format=torch.channels_last) if turned else made
-
-
-def wide(turned=True):
-    """With every matrix transposed in memory."""
-    module = Wide()
-    for tensor in (*module.parameters(), *module.buffers()):
-        if turned and tensor.dim() == 2:
-            tensor.data = tensor.data.t().contiguous().t()
-    return module
-
-
-NETS = {
-    "channels_last": planes,
-    "transposed": wide,
-}
 
 
 def learn(module):
@@ -195,10 +162,9 @@ def assert_equal(worker, trainer):
 
 @pytest.mark.parametrize("same_layout", [True, False], ids=["worker lies alike", "worker in rows"])
 @pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("net", NETS)
-def test_a_bound_module_computes_to_the_bit_what_the_trainers_does(both, net, slots, same_layout):
+def test_a_bound_module_computes_to_the_bit_what_the_trainers_does(both, slots, same_layout):
     torch.manual_seed(0)
-    trainer, worker = NETS[net](), NETS[net](same_layout)
+    trainer, worker = planes(), planes(same_layout)
     pub, sub = both(trainer, slots=slots)
     sub.bind(worker)
     assert_equal(worker, trainer)
@@ -221,9 +187,8 @@ def test_a_bound_module_computes_to_the_bit_what_the_trainers_does(both, net, sl
     assert_equal(worker, trainer)
 
 
-@pytest.mark.parametrize("net", NETS)
-def test_adopted_parameters_keep_their_layout(publisher, subscriber, net):
-    trainer, worker = NETS[net](), NETS[net](False)
+def test_adopted_parameters_keep_their_layout(publisher, subscriber):
+    trainer, worker = planes(), planes(False)
     before = {name: tensor.stride() for name, tensor in trainer.state_dict().items()}
     pub = publisher(trainer)
     optimizer = torch.optim.Adam(trainer.parameters(), lr=0.01, fused=True)

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import shmsync
-from shmsync.engine.copy import copy_plan as plans
+from shmsync.engine.write import copy_plan as plans
 from support.odd_tensors import ODD
 from support.weights import fill
 

@@ -7,7 +7,7 @@ import torch
 
 import shmsync
 from shmsync.cli import doctor
-from shmsync.engine.copy.converting import ALONE, MANY
+from shmsync.engine.converting import ALONE, MANY
 from shmsync.errors import ShmSyncError
 from shmsync.memory import devices
 from shmsync.memory.cuda import visible

@@ -5,6 +5,8 @@ next publish asks one native pass over the source's dicts (native/bind/source_pl
 torch's exchange table shows of each tensor as they were? Addresses may differ, as those of each new state_dict() do,
 but they may not lie in the slab. Anything else that differs makes a new plan. Autograd's version counters cannot tell
 what changed: writes through `.data` or numpy do not move them.
+
+The native core copies plain bytes of the host; engine/converting.py writes the other leaves.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from ...memory.arena import Arena
 from ...memory.devices import has_address
 from ...memory.manifest import Key, Leaf, Manifest, merged
 from ...memory.torch_modes import run_plainly
+from ..converting import Conversions
 from ..source.leaf_check import extent
 from ..source.manifest_check import (
     describe_problems,
@@ -36,7 +39,6 @@ from ..source.manifest_check import (
 )
 from ..source.sources import EVERYTHING, Filter, Weights, collect, not_saved
 from ..source.wrappers import of_wrappers, respelled
-from .converting import Conversions
 
 _native.set_exchange_table(torch.Tensor)
 _KEPT = 4  # plans: a trainer may alternate between all weights and a part, or between two forms of them

@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from ... import _native
-from ...memory.arena import Arena, view
-from ...memory.devices import Device, assign, holding
-from ...memory.manifest import TENSOR_ALIGNMENT, Leaf
-from ...memory.torch_modes import plainly
-from ..source.manifest_check import same_layout
+from .. import _native
+from ..memory.arena import Arena, view
+from ..memory.devices import Device, assign, holding
+from ..memory.manifest import TENSOR_ALIGNMENT, Leaf
+from ..memory.torch_modes import plainly
+from .source.manifest_check import same_layout
 
 LARGE = 32 << 20  # bytes of a leaf that a device copies faster alone: an H100 by a tenth
 ALONE = 1 << 20  # bytes of a leaf that crosses the bus alone: at 50 GB/s that takes far longer than to begin
