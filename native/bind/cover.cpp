@@ -4,16 +4,11 @@
 // of the reader (reader.hpp), calls the method that the guard stands for, looks at what comes out, and leaves the
 // section. An output that shows the weights is cloned before that. What is rare is Python's half
 // (shmsync/engine/bind/guard.py): sections that have to be repeated, outputs in other containers, gradients.
-#include <nanobind/stl/vector.h>
-
-#include <algorithm>
 #include <atomic>
 #include <optional>
 #include <utility>
-#include <vector>
 
 #include "compiling.hpp"
-#include "model_lock.hpp"
 #include "reader.hpp"
 
 namespace nb = nanobind;
@@ -44,14 +39,6 @@ class Cover {
     ++generation_;
   }
 
-  // Calls that are not nested take this lock first, and those of `inners` (addresses) begin a flight.
-  void set_model_lock(nb::object model_lock, nb::object flight, std::vector<std::uintptr_t> inners) {
-    model_lock_ = nb::cast<ModelLock*>(model_lock);
-    flight_ = nb::cast<Flight*>(flight);
-    owners_ = {std::move(model_lock), std::move(flight)};
-    inners_ = std::move(inners);
-  }
-
   // Calls the target of a guard in one section. kwargs may be null.
   nb::object run(nb::handle self, const Target& target, nb::handle args, nb::handle kwargs) {
     if (reader_ == nullptr) return call(target.now(), args, kwargs);
@@ -67,19 +54,7 @@ class Cover {
     if (!gradients_checked && (calls_ < kAskAlways || calls_ % kAskAlways == 0) && grad_enabled())
       call_method(self, "_look");
     ++calls_;
-    if (model_lock_ == nullptr) return in_section(self, target, args, kwargs);
-    const auto [held, flown] = owners_;  // the cover may get others meanwhile
-    ModelLock& model_lock = *model_lock_;
-    model_lock.enter();
-    nb::object out;
-    try {
-      out = in_section(self, target, args, kwargs);
-    } catch (...) {
-      model_lock.leave(held);
-      throw;
-    }
-    model_lock.leave(held);
-    return out;
+    return in_section(self, target, args, kwargs);
   }
 
   // Run inner inside a section that the caller has entered.
@@ -111,10 +86,6 @@ class Cover {
       const std::uint64_t generation = generation_;
       Entered entered(*this);
       if (generation != generation_) continue;  // bound elsewhere while this thread waited
-      if (flight_ != nullptr && begins_flight(target.inner)) {
-        flight_->under_way = true;
-        if (flight_->due) call_method(self, "_begin", args);
-      }
       nb::object out;
       {
         const Running running(*this, target.inner);
@@ -123,10 +94,6 @@ class Cover {
       entered.leave();
       return out;
     }
-  }
-
-  bool begins_flight(nb::handle inner) const {
-    return std::find(inners_.begin(), inners_.end(), reinterpret_cast<std::uintptr_t>(inner.ptr())) != inners_.end();
   }
 
   nb::object finished(nb::handle self, nb::object out, nb::handle args, nb::handle kwargs) {
@@ -250,10 +217,6 @@ class Cover {
   std::uint64_t generation_ = 0;
   std::atomic<const void*> thread_{nullptr};
   PyObject* running_ = nullptr;  // borrowed from the call
-  ModelLock* model_lock_ = nullptr;
-  Flight* flight_ = nullptr;
-  std::pair<nb::object, nb::object> owners_;  // of the two
-  std::vector<std::uintptr_t> inners_;
 };
 
 // The native half of a guard: an object that is called in place of a method.
@@ -298,28 +261,10 @@ PyType_Slot guard_slots[] = {{Py_tp_call, reinterpret_cast<void*>(guard_call)},
 }  // namespace
 
 void bind_cover(nb::module_& m) {
-  nb::class_<ModelLock>(m, "ModelLock", "A re-entrant lock around one model: held to call it, and to move its weights.")
-      .def(nb::init<>())
-      .def("try_enter", &ModelLock::try_enter, "Enter if no other thread has the lock.")
-      .def(
-          "__enter__", [](nb::handle self) { nb::inst_ptr<ModelLock>(self)->enter(); },
-          nb::sig("def __enter__(self) -> None"))
-      .def(
-          "__exit__", [](nb::handle self, nb::args) { nb::inst_ptr<ModelLock>(self)->leave(self); },
-          nb::sig("def __exit__(self, *args: object) -> None"))
-      .def_rw("has_work", &ModelLock::has_work);
-
-  nb::class_<Flight>(m, "Flight", "Has a call of a policy begun whose consequences are not done?")
-      .def(nb::init<>())
-      .def_rw("under_way", &Flight::under_way)
-      .def_rw("due", &Flight::due, "Has the next call something to do before it begins?");
-
   nb::class_<Cover>(m, "Cover", "The sections that cover each call of a bound module.", nb::is_weak_referenceable())
       .def(nb::init<>())
       .def("set_reader", &Cover::set_reader, "reader"_a.none(), "plain"_a, "clones"_a,
            nb::sig("def set_reader(self, reader: Reader | None, plain: bool, clones: bool) -> None"))
-      .def("set_model_lock", &Cover::set_model_lock, "model_lock"_a, "flight"_a, "inners"_a,
-           nb::sig("def set_model_lock(self, model_lock: ModelLock, flight: Flight, inners: list[int]) -> None"))
       .def(
           "run_inside",
           [](nb::handle self, nb::handle inner, nb::handle args, nb::handle kwargs) {

@@ -17,6 +17,7 @@ from torch import nn
 
 from ...engine.source.sources import EVERYTHING, collect
 from ...engine.source.wrappers import walk
+from ...errors import ManifestMismatch
 from ...memory.manifest import Key
 from ...memory.torch_modes import run_plainly
 from ...schemes.messages import dumps
@@ -25,7 +26,7 @@ from ...schemes.strategy import STATE_KEY
 LEAF = "__extra_state__"  # also TorchRL's key, in a TensorDict of weights
 KEY: Key = (LEAF,)
 _LENGTH_BYTES = 8
-_SMALLEST = 1024  # bytes of room
+_SMALLEST = 1 << 16  # bytes of room
 
 States = dict[str, Any]  # what get_extra_state() returned, by the module's dotted path
 
@@ -35,13 +36,12 @@ _stateless: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules without: a
 def separate(weights: Any) -> tuple[Any, States | None]:
     """Split weights into what a Publisher takes and their extra state (None: there is none). Copies nothing."""
     if isinstance(weights, nn.Module):
-        if weights in _stateless:
-            return weights, None
-        found = {".".join(place.path): place.module for place in walk(weights)}
-        states = {path: each.get_extra_state() for path, each in found.items() if _has_state(each)}
-        if states:
-            return flat(weights), states
-        _stateless.add(weights)
+        if weights not in _stateless:
+            found = {".".join(place.path): place.module for place in walk(weights)}
+            own = {path: each for path, each in found.items() if _has_state(each)}
+            if own:
+                return flat(weights), {path: each.get_extra_state() for path, each in own.items()}
+            _stateless.add(weights)
     elif isinstance(weights, TensorDictBase):
         if LEAF in weights.keys():  # noqa: SIM118  # a TensorDict iterates over its batch
             return weights.exclude(LEAF), {"": _plain(weights.get(LEAF))}
@@ -67,19 +67,23 @@ def flat(tensors: Any) -> dict[str, Any]:
     return {".".join(key): tensor for key, tensor in collect(tensors, EVERYTHING).items()}
 
 
-def needed(states: States | None) -> int:
-    """The bytes that a leaf of these states has at least."""
-    return 0 if states is None else _LENGTH_BYTES + len(dumps(states))
-
-
 @run_plainly
 def together(tensors: Any, states: States | None, room: int = 0) -> Any:
-    """What a Publisher takes for both; the leaf has `room` bytes, or twice what it needs."""
+    """What a Publisher takes for both. The leaf has `room` bytes; 0: it is made, with four times what it needs.
+
+    Raises ManifestMismatch for state that has outgrown the room.
+    """
     if states is None:
         return tensors
     packed = dumps(states)
-    leaf = torch.zeros(room or max(_SMALLEST, 2 * needed(states)), dtype=torch.uint8, device="cpu")
     data = len(packed).to_bytes(_LENGTH_BYTES, "little") + packed
+    room = room or max(_SMALLEST, 4 * len(data))
+    if len(data) > room:
+        raise ManifestMismatch(
+            f"the extra state has {len(data)} bytes, but this collector was made with room for {room}; nothing was "
+            "published. Make the collector when the state is about as large as it gets"
+        )
+    leaf = torch.zeros(room, dtype=torch.uint8, device="cpu")
     leaf[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return {**flat(tensors), LEAF: leaf}
 
@@ -92,22 +96,34 @@ def states_in(leaf: torch.Tensor) -> States:
     return states
 
 
+def without(weights: TensorDictBase) -> TensorDictBase:
+    """The tensors of an arena alone."""
+    return weights.exclude(LEAF) if LEAF in weights.keys() else weights  # noqa: SIM118  # it iterates over its batch
+
+
 def unpacked(weights: TensorDictBase) -> Any:
     """Weights read from an arena, with the extra state unpacked, in a form that a scheme can send."""
-    if LEAF not in weights.keys():  # noqa: SIM118  # a TensorDict iterates over its batch
+    if LEAF not in weights.keys():  # noqa: SIM118
         return weights
-    return {**flat(weights.exclude(LEAF)), **by_key(states_in(weights.get(LEAF)))}
+    return _under_their_keys(without(weights), states_in(weights.get(LEAF)))
 
 
-def by_key(states: States | None) -> dict[str, Any]:
-    """Extra states under the keys that a state_dict has for them."""
-    return {f"{path}.{STATE_KEY}" if path else STATE_KEY: state for path, state in (states or {}).items()}
+def as_state_dict(weights: Any) -> dict[str, Any]:
+    """Weights of any form as a state_dict() has them: tensors by dotted key, and extra states."""
+    return _under_their_keys(*separate(weights))
 
 
-def set_states(module: nn.Module, leaf: torch.Tensor) -> None:
-    """Give the module, and those in it, the state that lies in a leaf. Raises what set_extra_state() raises."""
+def _under_their_keys(tensors: Any, states: States | None) -> dict[str, Any]:
+    named = {f"{path}.{STATE_KEY}" if path else STATE_KEY: state for path, state in (states or {}).items()}
+    return {**flat(tensors), **named}
+
+
+def set_states(module: nn.Module, weights: TensorDictBase) -> None:
+    """Give the module, and those in it, the state that lies in an arena. Raises what set_extra_state() raises."""
+    if LEAF not in weights.keys():  # noqa: SIM118
+        return
     places = {".".join(place.path): place.module for place in walk(module)}
-    for path, state in states_in(leaf).items():
+    for path, state in states_in(weights.get(LEAF)).items():
         if path not in places:
             raise AttributeError(f"the module has no submodule {path!r}, which has extra state in the weights")
         places[path].set_extra_state(state)

@@ -1,7 +1,8 @@
 """The worker's side of one model: a module bound to an arena, which moves to new versions between two forwards.
 
-A forward applies the newest version itself, at its entry. A thread waits on the arena, and applies what comes while no
-forward begins, so that the trainer gets its ack.
+A forward, and each public method of a policy, is one read section (engine/bind/guard.py), and applies the newest
+version itself, at its entry. A thread waits on the arena, and applies what comes while no forward begins, so that the
+trainer gets its ack.
 """
 
 from __future__ import annotations
@@ -11,63 +12,77 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torchrl._utils import WEIGHT_SYNC_TIMEOUT
 from torchrl.collectors import BaseCollector
 
-from ... import _native
+from ...engine.bind.binding import Binding, ModuleCheck, bindable
+from ...engine.bind.guard import Proxy, bind
+from ...engine.bind.guarded_methods import can_be_called
 from ...engine.by_value import copy_by_value
 from ...engine.deadlines import SLICE
 from ...engine.read.reading import ReadPath, open_reader
-from ...errors import ArenaNotFound, ShmSyncError
-from ...memory.segment import Handle
+from ...errors import ArenaNotFound, ProtocolError, ShmSyncError
+from ...memory.segment import session_of
+from ...schemes.devices import lies_elsewhere
 from ...schemes.strategy import WeightStrategy
 from . import extra_state
-from .connection import Mailbox
-from .safe_point import SafePoint, VersionClock
+from .failures import FailurePipe
+from .frames import FIRST, FrameStamp, has_versions
+
+
+class Names(NamedTuple):
+    """The arenas of a worker: the one that it starts with, and that of its own, where it moves when there is one."""
+
+    first: str
+    own: str
 
 
 class Receiver:
     """Receives the weights of one model in a worker.
 
     Args:
-        address: of the trainer's mailbox.
-        name: of the arena to start with, which may not be made yet.
+        address: of the trainer's socket for failures.
+        names: of the arenas, which may not be made yet.
         worker: this worker's index.
         model: bound to the arena; None: nothing is.
         timeout: for each wait on the trainer, in seconds.
+
+    Locks are taken in this order: an inference server's, `_lock`, and the reader's, which a forward holds.
     """
 
-    def __init__(self, address: str, name: str, worker: int, model: nn.Module | None, timeout: float) -> None:
-        self._worker, self._timeout = worker, timeout
-        self._lock, self._clock = _native.ModelLock(), VersionClock()
-        self._point: SafePoint | None = None
+    def __init__(self, address: str, names: Names, worker: int, model: nn.Module | None, timeout: float) -> None:
+        self._own, self._worker, self._timeout = names.own, worker, timeout
+        self._lock = threading.RLock()  # around moves to another arena or module
+        self._module: weakref.ref[nn.Module] | None = None
+        self._loads: list[_Load] = []
+        self._before: ReadPath | None = None  # of the arena before, until a forward has used this one
         self._server_lock: AbstractContextManager[Any] = nullcontext()
         self._hears: Callable[[Any], object] | None = None  # is told of new weights: a cascade, or a server
         self._hears_each = False  # a server: once for each version, those included that this worker never used
-        self._counted = 1  # the version that arenas start with; each later one is an update
+        self._counted = FIRST
         self._stop = threading.Event()
-        self._mailbox = Mailbox(f"{address}.{worker}", peer=address)
+        self._failures = FailurePipe(address, worker)
         try:
-            self._reader = self._attached(name, WEIGHT_SYNC_TIMEOUT)
+            self._reader = self._attached(names.first, WEIGHT_SYNC_TIMEOUT)
             try:
                 if model is not None:
                     self.bind(model)
-                self._reader.refresh()
+                self.catch_up()
             except BaseException:
                 self._reader.close()
                 raise
         except BaseException:
-            self._mailbox.close()
+            self._failures.close()
             raise
-        self._seen = self._at  # the arena and the version at the last refresh()
+        self._seen = self._reader.applied_version  # at the last refresh()
         thread = threading.Thread(target=_run, args=(weakref.ref(self), self._stop), daemon=True, name="shmsync")
         thread.start()
-        self._finalizer = weakref.finalize(self, _end, self._stop, thread, self._mailbox)
+        self._finalizer = weakref.finalize(self, _end, self._stop, thread, self._failures)
 
-    def _attached(self, arena: str | Handle, patience: float) -> ReadPath:
+    def _attached(self, arena: str, patience: float) -> ReadPath:
         """A reader that applies nothing before it is told to: its first ack is to mean that the module shows it."""
         copy_by_value()
         reader = open_reader(arena, "pinned", self._worker, patience, False)
@@ -77,7 +92,7 @@ class Receiver:
 
         def applied(version: int) -> None:
             receiver = reference()
-            if receiver is not None:
+            if receiver is not None and receiver._reader.name == arena:  # not one that a late forward still enters
                 receiver._applied(version)
 
         reader.on_version(applied)  # in the first section of each version, whichever thread enters it, before the ack
@@ -86,29 +101,27 @@ class Receiver:
     @property
     def weights(self) -> Any:
         """The newest weights as a TensorDict, zero-copy; they change with the next version."""
-        weights = self._reader.weights
-        return weights.exclude(extra_state.LEAF) if extra_state.LEAF in weights.keys() else weights  # noqa: SIM118
+        return extra_state.without(self._reader.weights)
 
     @property
-    def _at(self) -> tuple[str, int]:
-        return self._reader.name, self._reader.applied_version
+    def module(self) -> nn.Module | None:
+        """The bound module, while it lives."""
+        return None if self._module is None else self._module()
 
     def bind(self, module: nn.Module) -> None:
         """Bind this module, in place of the one bound before, which keeps what it has.
 
-        Raises ManifestMismatch and ProtocolError as Subscriber.bind() does.
+        Raises ManifestMismatch and ProtocolError as Subscriber.bind() does, with nothing changed.
         """
-        before = self._point
-        if before is not None and before.module is module:
+        if self.module is module:
             return
         with self._lock:
-            point = SafePoint(module, self._lock, self._clock)
-            point.bind(self._reader)
-            if before is not None:
-                before.remove()
-            self._point = point
+            _bind(self._reader, module, instead_of=None)
+            self._unbind()
+            self._module = weakref.ref(module)
+            self._loads = [_Load(owner, self) for each in self.bindings() for owner in each.owners()]
             self._reader.refresh()
-            self._set_states()
+            extra_state.set_states(module, self._reader.weights)
 
     def follow(self, context: Any, model_id: str) -> None:
         """Let the context know of new weights; None: nothing is to know of them.
@@ -131,115 +144,195 @@ class Receiver:
             # It has this lock from a forward until it has stamped the output.
             self._server_lock = getattr(context, "_model_lock", nullcontext())
             self._hears, self._hears_each = update, True
-        elif model_id == "policy":
-            self._clock.follow(context)
+        elif model_id == "policy" and has_versions(context):
+            receiver = weakref.ref(self)
+            FrameStamp(context, lambda: FIRST if (there := receiver()) is None else there._used())
+
+    def _used(self) -> int:
+        """The version that the calling thread's last forward used."""
+        if self._reader.has_used_version:
+            self._before = None
+        elif self._before is not None and self._before.has_used_version:
+            return self._before.used_version
+        return self._reader.used_version
 
     def refresh(self, timeout: float | None = 0.0) -> bool:
         """Move to a newer version. Waits `timeout` seconds for one; None: without limit.
 
         Is the version another one than at the last call, whichever thread has applied it?
         """
-        if timeout != 0.0 and self._at == self._seen:
-            self._reader.wait_version(self._at[1] + 1, math.inf if timeout is None else timeout)
+        version = self._reader.applied_version
+        if timeout != 0.0 and version == self._seen:
+            self._reader.wait_version(version + 1, math.inf if timeout is None else timeout)
         self.catch_up()
-        seen, self._seen = self._seen, self._at
+        seen, self._seen = self._seen, self._reader.applied_version
         return seen != self._seen
 
     def catch_up(self) -> None:
-        """Move to the trainer's arena and version."""
+        """Move to the newest version, and before to this worker's own arena, if there is one."""
         with self._lock:
-            for message in self._mailbox.receive():
-                self._move_to(Handle(*message))
+            if self._may_move:
+                self._move_to_own()
             self._reader.refresh()
 
+    @property
+    def _may_move(self) -> bool:
+        return self._reader.name != self._own and session_of(self._own) is not None
+
     def wait(self) -> None:
-        """One slice of the thread's work: wait for a version or another arena, and move there. Errors are reported."""
+        """One slice of the thread's work: wait for a version, and move there. Errors are reported."""
+        reader = self._reader
         try:
-            if (
-                self._reader.wait_version_slice(self._reader.applied_version + 1, int(SLICE * 1e9))
-                or self._mailbox.waiting
-            ):
-                with self._server_lock:  # before the model's, as the server takes them; it calls receive() with it held
+            if reader.wait_version_slice(reader.applied_version + 1, int(SLICE * 1e9)) or self._may_move:
+                with self._server_lock:
                     self.catch_up()
         except Exception as error:
             if not self._stop.is_set():
-                self._mailbox.report(self._worker, error)
+                self._failures.report(error)
                 self._stop.wait(SLICE)
 
     def apply(self, weights: Any) -> None:
         """Give the module private weights, until the next version. Raises as WeightStrategy.apply_weights()."""
-        module = None if self._point is None else self._point.module
-        if self._point is not None and module is not None:
-            strategy = WeightStrategy()
+        module, strategy = self.module, WeightStrategy()
+        if module is not None:
             strategy.check_weights(module, weights)
-            with self._lock:
-                self._point.release()
+            with self._lock, self._reader.hold_lock():
+                self.release()
                 strategy.apply_weights(module, weights)
 
     def close(self) -> None:
         """Leave: the module keeps the weights that it has, as its own. Idempotent."""
         self._finalizer()
         with self._lock:
-            if self._point is not None:
-                self._point.remove()
-                self._point = None
+            self._unbind()
             self._reader.close()
 
     def _applied(self, version: int) -> None:
         updates, self._counted = version - self._counted, version
         if not updates:
-            return  # the one that it began with
+            return  # the one that an arena began with
         try:
-            try:
-                self._set_states()
+            if (module := self.module) is not None:
+                extra_state.set_states(module, self._reader.weights)
+            for _ in range(updates if self._hears_each else 1):
                 if self._hears is not None:
-                    for _ in range(updates if self._hears_each else 1):
-                        self._hears(self._reader.weights)
-            finally:
-                self._clock.moved(updates)
+                    self._hears(self._reader.weights)
         except Exception as error:  # for the trainer, which gets it before the ack, not for the caller of the policy
-            self._mailbox.report(self._worker, error)
+            self._failures.report(error)
 
-    def _set_states(self) -> None:
-        """Give the module, and the modules in it, their extra state of the version that is shown."""
-        module = None if self._point is None else self._point.module
-        weights = self._reader.weights
-        if module is not None and extra_state.LEAF in weights.keys():  # noqa: SIM118  # it iterates over its batch
-            extra_state.set_states(module, weights.get(extra_state.LEAF))
-
-    def _move_to(self, handle: Handle) -> None:
-        """Move to another arena, which started as a copy of this one; under the lock."""
-        if handle.name == self._reader.name:
-            return  # the trainer repeats itself until it sees us there
-        with suppress(ShmSyncError):
-            self._reader.refresh()  # count what came before
+    def _move_to_own(self) -> None:
+        """Move to the arena of this worker alone, which started as a copy of this one, with its version."""
         try:
-            fresh = self._attached(handle, self._timeout)
+            fresh = self._attached(self._own, self._timeout)
         except ArenaNotFound:
-            return  # the trainer has given that one up
-        before, self._reader, self._counted = (self._reader, self._counted), fresh, 1
+            return  # the trainer has ended
+        before, self._reader = self._reader, fresh
         try:
-            if self._point is not None:
-                self._point.bind(fresh)
+            if (module := self.module) is not None:
+                _bind(fresh, module, instead_of=before)
         except BaseException:
-            self._reader, self._counted = before
+            self._reader = before
             fresh.close()
             raise
-        before[0].close()
+        self._before = before
+        before.close()
+
+    # ---- the bound module
+
+    def bindings(self) -> list[Binding]:
+        """What moves the tensors of the module."""
+        module = self.module
+        if module is None:
+            return []
+        bound = bindable(module)
+        return [each for each in self._reader.followers if isinstance(each, Binding) and each.is_of(bound)]
+
+    def release(self, owners: set[nn.Module] | None = None) -> None:
+        """Let bound parameters (of these submodules only) be private until the next version."""
+        with suppress(ShmSyncError), self._reader.hold_lock():
+            bindings = self.bindings()
+            try:
+                with self._reader.read():
+                    for binding in bindings:
+                        binding.release(owners)
+            except ShmSyncError:  # the trainer died while it wrote, so these bytes do not change any more
+                for binding in bindings:
+                    binding.release(owners)
+
+    def _unbind(self) -> None:
+        """Give the module its own weights and methods back."""
+        self.release()
+        for load in self._loads:
+            load.remove()
+        if (module := self.module) is not None:
+            for cover in [cover for cover in self._reader.covers if cover.is_of(module)]:
+                cover.enter(None, clones=False)  # its guards call what they replace
+        for binding in self.bindings():
+            binding.drop()
+        self._module, self._loads = None, []
+
+
+def _bind(reader: ReadPath, module: nn.Module, *, instead_of: ReadPath | None) -> None:
+    arena = reader.arena
+    absent = [extra_state.KEY] if extra_state.KEY in arena.manifest.by_key else []
+    copies = lies_elsewhere(module, arena.device)
+
+    def bind_guarding(calls: Any) -> None:
+        check = ModuleCheck(arena, reader.name, copies=copies, absent=absent)
+        bind(reader, module, calls, check, clones=True, instead_of=instead_of)
+
+    try:
+        bind_guarding(can_be_called(module))
+    except ProtocolError:  # perhaps a method that cannot be guarded; collectors call the policy itself
+        if type(module).forward is nn.Module.forward:
+            raise
+        bind_guarding(["forward"])
+    for cover in reader.covers:
+        if cover.is_of(module):
+            cover.gradients_checked = True  # gradients are the collector's choice, and no reason for a warning
+
+
+class _Load(Proxy):
+    """Replaces the part of `load_state_dict()` that writes a module's own parameters.
+
+    Bound parameters are shared and read-only, so they become private before they are written.
+    """
+
+    def __init__(self, module: nn.Module, receiver: Receiver) -> None:
+        self._receiver = weakref.ref(receiver)
+        super().__init__(module, "_load_from_state_dict")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the parameters private, and load them."""
+        receiver = self._receiver()
+        if receiver is None:
+            return self.inner(*args, **kwargs)
+        with receiver._lock, receiver._reader.hold_lock():
+            receiver.release({self.module})
+            bindings = receiver.bindings()
+            for binding in bindings:
+                binding.drop()  # for the moment: the engine refuses to load into what is bound
+            try:
+                return self.inner(*args, **kwargs)
+            finally:
+                for binding in bindings:
+                    binding.restore()
 
 
 def _run(reference: weakref.ref[Receiver], stop: threading.Event) -> None:
     """The thread of a receiver, which it does not keep alive; a wait lasts a slice."""
     while not stop.is_set():
         receiver = reference()
-        if receiver is None or receiver._reader.gone:
-            return  # the trainer has ended, and the module goes on with what it has
+        if receiver is None:
+            return
         receiver.wait()
+        if receiver._reader.gone:
+            return  # the trainer has ended, and the module goes on with what it has
         del receiver
 
 
-def _end(stop: threading.Event, thread: threading.Thread, mailbox: Mailbox) -> None:
+def _end(stop: threading.Event, thread: threading.Thread, failures: FailurePipe) -> None:
     stop.set()
     if thread is not threading.current_thread():
         thread.join(1.0)
-    mailbox.close()
+    failures.close()

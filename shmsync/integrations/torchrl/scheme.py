@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any, Literal
 
+import torch
 from tensordict import TensorDictBase
 from torchrl.weight_update import weight_sync_schemes as _torchrl
 
@@ -15,8 +16,8 @@ from ...errors import ClosedError, ManifestMismatch, ProtocolError
 from ...schemes.devices import DeviceChoice, WorkerDevices
 from ...schemes.strategy import WeightStrategy, has_dotted_keys
 from . import extra_state
-from .receiver import Receiver
-from .safe_point import stamp_roots
+from .frames import FrameStamp, has_versions
+from .receiver import Names, Receiver
 from .sender import Sender
 from .weights import first_weights, resolve
 
@@ -81,14 +82,12 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         self.timeout = timeout_or_default(timeout)
         self.dtype = dtype
         self.strict = strict
-        self._invitation: tuple[str, dict[int, str]] | None = None  # the trainer's address, arena names by worker
-        self._local = False
+        self._invitation: tuple[str, dict[int, Names]] | None = None  # the trainer's address, arena names by worker
 
     # Not in __init__: an unpickled scheme starts with these.
     _sender: Sender | None = None
     _receiver: Receiver | None = None
     _generation = -1  # of the process that is the trainer
-    _context_set = -1  # the process in which the context was set
     _shut = False
 
     # The trainer
@@ -102,30 +101,28 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         if self._shut:
             raise ClosedError(f"this ShmWeightSyncScheme was shut down; {_FRESH}")
 
-    def init_on_sender(self, *args: Any, **kwargs: Any) -> None:
-        """As in TorchRL. Raises ProtocolError for a collector over Ray, RPC or torch.distributed."""
-        context = kwargs.get("context")
-        if any(kind.__module__.startswith("torchrl.collectors.distributed") for kind in type(context).__mro__):
-            raise ProtocolError(NOT_DISTRIBUTED.format(type(context).__name__))
-        super().init_on_sender(*args, **kwargs)
-
     def _init_on_sender_impl(
         self, *, model_id: str | None = None, context: Any = None, ctx: Any = None, **given: Any
     ) -> None:
-        """Take the first weights, in each form that SharedMemWeightSyncScheme takes. connect() copies their values."""
+        """Take the first weights, in each form that SharedMemWeightSyncScheme takes. connect() copies their values.
+
+        Raises ProtocolError for a collector over Ray, RPC or torch.distributed.
+        """
         self._check_open()
+        if any(kind.__module__.startswith("torchrl.collectors.distributed") for kind in type(context).__mro__):
+            raise ProtocolError(NOT_DISTRIBUTED.format(type(context).__name__))
         self._generation = _native.fork_generation()
         self.model_id = model_id
         self.context = context
-        self._local = context is not None and getattr(context, "num_workers", None) is None
-        if self._local:
-            if model_id == "policy" and hasattr(getattr(context, "policy_version_tracker", None), "increment_version"):
-                _keep_roots_true(context)
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+        if context is not None and getattr(context, "num_workers", None) is None:  # it is its own worker
+            if model_id == "policy" and has_versions(context):
+                FrameStamp(context)
             return
         first = first_weights(model_id=model_id, context=context, **given)
         self._devices.check_workers(len(first.sources))
-        if self._sender is not None:
-            self._sender.close()
         self._sender = Sender(
             model_id or "policy",
             first,
@@ -137,17 +134,17 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             context=self._context_ref,
         )
         self.per_worker_weights = self.per_worker_weights or first.apart
-        self._invitation = self._sender.mailbox.address, self._sender.names
+        self._invitation = self._sender.failures.address, self._sender.names
 
     def _setup_connection_and_weights_on_sender_impl(
         self, *, worker_idx: int | None = None, weights: Any | None = None
     ) -> None:
         """Make the arenas, and wait for no worker: workers find them by name."""
-        if self._local:
-            return
-        self._needed_sender().open(self._prepared)
-        if weights is not None:
-            self._send(weights, None, wait=False)
+        self._check_open()
+        if self._sender is not None:
+            self._sender.open(self._prepared)
+            if weights is not None:
+                self._send(weights, None, wait=False)
 
     def send(self, weights: Any = None, worker_ids: Any = None, *, timeout: float | None = None) -> int:
         """Publish weights, and (with sync) wait until the workers have applied them. Returns the newest version.
@@ -167,19 +164,16 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             raise RuntimeError("Must be initialized on sender before sending weights: call init_on_sender()")
         if not self.synchronized_on_sender:
             raise RuntimeError("Must be synchronized on sender before sending weights: call connect()")
-        if self._local:
-            model_id = self._model_id or "policy"
-            if isinstance(weights, str):
-                weights = super().prepare_weights(weights, model_id, self._strategy, self.context)
-            self._apply_here(model_id, weights)
-            return 0  # such a collector is its own worker, and counts versions itself
         return self._send(weights, worker_ids, wait=self.sync, timeout=timeout)
 
     def _send(self, weights: Any, worker_ids: Any, *, wait: bool, timeout: float | None = None) -> int:
-        sender = self._needed_sender()
+        model_id, sender = self._model_id or "policy", self._sender
         if isinstance(weights, str):
-            weights = super().prepare_weights(weights, self._model_id, self._strategy, self.context)
-        model = None if sender.first.apart else resolve(self.context, self._model_id or "policy")
+            weights = super().prepare_weights(weights, model_id, self._strategy, self.context)
+        if sender is None:
+            self._apply_here(model_id, weights)
+            return 0  # a collector of one process is its own worker, and counts versions itself
+        model = None if sender.first.apart else resolve(self.context, model_id)
         return sender.send(weights, worker_ids, model, self._prepared, wait=wait, timeout=timeout)
 
     def _apply_here(self, model_id: str, weights: Any) -> None:
@@ -189,17 +183,15 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             weights = getattr(self.context, "_orig_policy", None)
         if weights is None or weights is model:
             return
-        tensors, states = extra_state.separate(weights)
-        given, whole = extra_state.flat(tensors), extra_state.flat(model)
-        if not self.strict and whole.keys() & given.keys():
-            given = {key: tensor for key, tensor in given.items() if key in whole}
-            known = extra_state.separate(model)[1] or {}
-            states = {path: state for path, state in (states or {}).items() if path in known}
+        given, whole = (extra_state.as_state_dict(each) for each in (weights, model))
+        if not self.strict:
+            given = {key: each for key, each in given.items() if key in whole} or given
         if self.dtype is not None:  # a policy whose weights are cast has the dtypes that they are cast to
-            cast = {key for key in given.keys() & whole.keys() if given[key].is_floating_point()}
-            given |= {key: given[key].to(whole[key].dtype) for key in cast if whole[key].is_floating_point()}
+            for key in given.keys() & whole.keys():
+                if isinstance(given[key], torch.Tensor) and given[key].is_floating_point():
+                    given[key] = given[key].to(whole[key].dtype)
         try:
-            WeightStrategy(partial=True).apply_weights(model, given | extra_state.by_key(states))
+            WeightStrategy(partial=True).apply_weights(model, given)
         except ManifestMismatch as error:
             raise ManifestMismatch(
                 f"{error}. ShmWeightSyncScheme(strict=False) leaves out what is unexpected, dtype= casts"
@@ -209,11 +201,6 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         if self.strategy_str == "state_dict" and hasattr(weights, "merge_and_unload"):
             return self._strategy.extract_weights(weights)
         return dict(weights.items()) if isinstance(weights, TensorDictBase) and has_dotted_keys(weights) else weights
-
-    def _needed_sender(self) -> Sender:
-        self._check_open()
-        assert self._sender is not None
-        return self._sender
 
     # A worker
 
@@ -225,10 +212,10 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             model = resolve(context, model_id or "policy") if model is None else model
             worker_idx = getattr(context, "worker_idx", None) if worker_idx is None else worker_idx
         self._receiver = None
-        self._initialized_on_sender = self._synchronized_on_sender = False  # inherited by a fork
         self.model_id = model_id
-        if context is not None or self._context_set != _native.fork_generation():
-            self.context = context  # one that was set in this process stays: an InferenceServer does so before
+        if context is not None or self._initialized_on_sender:
+            self.context = context  # one that was set before stays, as an InferenceServer does it; a fork's is replaced
+        self._initialized_on_sender = self._synchronized_on_sender = False  # inherited by a fork
         self._model_ref = None if model is None else weakref.ref(model)
         self.worker_idx = worker_idx
 
@@ -292,7 +279,6 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
     def context(self, context: Any) -> None:
         """The collector, held weakly."""
         _torchrl.WeightSyncScheme.context.fset(self, context)
-        self._context_set = _native.fork_generation()
         if self._receiver is not None:
             self._receiver.follow(context, self._model_id or "policy")
 
@@ -322,43 +308,6 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         self._sender = self._receiver = None  # not before: a call that raised WriterBusy can be made again
         super().shutdown()
 
-    def __enter__(self) -> ShmWeightSyncScheme:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.shutdown()
-
-    def connect(self, **kwargs: Any) -> None:
-        """Meet the other side, as in TorchRL. ClosedError after shutdown()."""
-        self._check_open()
-        super().connect(**kwargs)
-
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         return state | {"_sender": None, "_receiver": None, "_shut": False}  # they stay here
-
-
-def _keep_roots_true(collector: Any) -> None:
-    """Let the root entries of a collector of one process give its version too.
-
-    It counts versions itself, after the weights were applied. Its next frame carries the version of the frame before
-    as its root entry; so the root is stamped again when the number has changed since.
-    """
-    tracker, reference = collector.policy_version_tracker, weakref.ref(collector)
-    tracker._step = _RootStamp(tracker, reference)
-
-
-class _RootStamp:
-    def __init__(self, tracker: Any, collector: weakref.ref[Any] | None) -> None:
-        self._tracker, self._collector, self._stamped = tracker, collector, tracker.version
-
-    def __call__(self, tensordict: Any, next_tensordict: Any) -> Any:
-        tracker = self._tracker
-        step = type(tracker)._step.__get__(tracker)
-        if tensordict is not None and self._stamped != tracker.version:  # None: a reset, which ends no frame
-            self._stamped = tracker.version
-            stamp_roots(step, (tensordict,), None if self._collector is None else self._collector())
-        return step(tensordict, next_tensordict)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_collector": None}  # of a copy of the environment, which belongs to no collector

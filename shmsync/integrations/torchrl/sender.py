@@ -1,37 +1,36 @@
 """The trainer's side of one model: publish in the arenas of the workers, and wait until they have applied it.
 
-Workers with the same weights, on one device, share an arena. A send to some of them gives these an arena of their own
-first: it starts as a copy, they are told of it, and move there; then the new weights are published in it.
+Workers with the same weights, on one device, share an arena. A send to some of them gives each of these an arena of its
+own first: it starts as a copy, and they move there; then the new weights are published in it.
 """
 
 from __future__ import annotations
 
-import functools
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing import util
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from ...engine.deadlines import check_worker, deadline_after, slice_until
-from ...engine.outcome import Failure, Outcome, Wording, listed
+from ...engine.outcome import Outcome, Wording, listed
 from ...engine.publisher import Publisher, writer_of
 from ...engine.source.dtypes import Dtypes, dtypes_of
-from ...engine.source.sources import EVERYTHING, collect
 from ...engine.write.acks import RowWait
-from ...errors import AckTimeout, ManifestMismatch, WorkerDied
+from ...errors import ManifestMismatch, WorkerDied
 from ...memory.leftovers import new_name
 from ...memory.process import Peer
 from ...schemes.devices import WorkerDevices
 from ...schemes.sender import SendLock
 from . import extra_state
-from .connection import Mailbox
+from .failures import Failures
+from .frames import FIRST
+from .receiver import Names
 from .weights import First, OtherWeights
 
-_RESEND = 0.1  # seconds until a worker that has not moved is told again
 WORDING = Wording(
     "a worker applies between two forwards of its policy",
     sent="is published",
@@ -49,27 +48,19 @@ class Arena:
         self.by_key = self.writer.arena.manifest.by_key
         self.room = self.by_key[extra_state.KEY].nbytes if extra_state.KEY in self.by_key else 0  # for extra state
 
-    def source(self, tensors: Any, states: extra_state.States | None) -> Any:
-        """What to publish here of these weights."""
+    def source(self, weights: Any, *, strict: bool) -> Any:
+        """What to publish here of these weights. Raises ManifestMismatch for extra state without room."""
+        tensors, states = extra_state.separate(weights)
+        if not strict:
+            known = {".".join(key) for key in self.by_key}
+            # All of them if none has a place here, so that publishing them is refused.
+            found = extra_state.flat(tensors)
+            tensors = {key: tensor for key, tensor in found.items() if key in known} or tensors
+            here = extra_state.states_in(self.publisher.weights.get(extra_state.LEAF)) if self.room else {}
+            states = {path: state for path, state in (states or {}).items() if path in here} or None
         if states is None and self.room and isinstance(tensors, nn.Module):
             return extra_state.flat(tensors)  # a module must have every leaf; the state that lies here stays
         return extra_state.together(tensors, states, self.room)
-
-    def known(self, tensors: Any, states: extra_state.States | None) -> tuple[Any, extra_state.States | None]:
-        """What of these weights has a place here. All of them if none has, so that publishing them is refused."""
-        manifest = self.writer.arena.manifest
-        found = collect(tensors, EVERYTHING, manifest)
-        fitting = {".".join(key): tensor for key, tensor in found.items() if key in manifest.by_key}
-        if states is not None:
-            here = extra_state.states_in(self.publisher.weights.get(extra_state.LEAF)) if self.room else {}
-            states = {path: state for path, state in states.items() if path in here} or None
-        return fitting or tensors, states
-
-    def unchanged(self) -> Any:
-        """Weights that change nothing: the smallest leaf as it is, since the others stay."""
-        name = min((leaf for leaf in self.by_key.values() if leaf.nbytes), key=lambda leaf: leaf.nbytes).key
-        leaf = self.publisher.weights.get(name).clone()
-        return {".".join(name): leaf}
 
 
 class Post(NamedTuple):
@@ -103,29 +94,25 @@ class Sender:
         self._model_id, self.first, self._dtype, self._strict, self._context = model_id, first, dtype, strict, context
         self._options = {**options, "max_readers": max(64, 2 * len(first.sources))}
         self._planned: dict[Any, tuple[str, set[int], str]] = {}  # name, workers, device
+        self.names: dict[int, Names] = {}  # by worker
         for worker, source in first.sources.items():
             place = first.place(worker) if devices.unset else str(devices.of(worker))
             key = worker if apart or first.apart else (id(source), place)
-            self._planned.setdefault(key, (new_name(), set(), place))[1].add(worker)
+            name, workers, _ = self._planned.setdefault(key, (new_name(), set(), place))
+            workers.add(worker)
+            self.names[worker] = Names(name, name if key == worker else new_name())
         self._others: dict[int, OtherWeights] = {}  # by the id of a model of the trainer's
-        self._processes: dict[int, Peer] = {}
         self._lost: set[int] = set()  # dead workers that a WorkerDied has named
         self._version = 1  # of the first weights; arenas that some workers have for themselves count their own
         self._lock = SendLock()
-        self.mailbox = Mailbox()
+        self.failures = Failures()
         self.arenas: list[Arena] = []
-        self._closing = util.Finalize(self, _close, (self.arenas, self.mailbox), exitpriority=25)
-
-    @property
-    def names(self) -> dict[int, str]:
-        """The name of the arena that each worker starts with."""
-        return {worker: name for name, workers, _ in self._planned.values() for worker in workers}
+        self._closing = util.Finalize(self, _close, (self.arenas, self.failures), exitpriority=25)
 
     @property
     def weights(self) -> Any:
         """The newest weights as a TensorDict; of several arenas, those of the first."""
-        weights = self.arenas[0].publisher.weights
-        return weights.exclude(extra_state.LEAF) if self.arenas[0].room else weights
+        return extra_state.without(self.arenas[0].publisher.weights)
 
     def open(self, prepare: Callable[[Any], Any]) -> None:
         """Make the arenas, with the weights of now; wait for no worker. Idempotent. Raises what Publisher() raises."""
@@ -156,174 +143,122 @@ class Sender:
         deadline = deadline_after(timeout, self._options["timeout"])
         with self._lock.hold("send", deadline):
             outcome = Outcome(WORDING)
-            self._read_failures(outcome)
+            outcome.failed.update(self.failures.received())
             outcome.check(f"an earlier version of {self._model_id!r}; nothing was published now", None)
-            living = self._living(chosen)
             own = self.first.again() if model is None else dict.fromkeys(self.first.sources, model)
             # Workers that get the same weights, and whose own model is the same.
             wanted: dict[tuple[int, int], tuple[Any, Any, set[int]]] = {}
-            for worker in living & own.keys():
+            for worker in self._living(chosen) & own.keys():
                 given = weights[worker] if by_worker else weights
                 whose = id(self.first.sources[worker] if model is None else model)
                 wanted.setdefault((id(given), whose), (given, own[worker], set()))[2].add(worker)
-            posted: list[Post] = []
-            try:
-                for arena, source, workers in self._planned_for(wanted, prepare, deadline):
-                    posted.append(Post(arena, self._publish(arena, source, deadline), workers))
-                self._version += 1
-                for (_, key), (given, model, workers) in wanted.items():
-                    if given is not None or key in self._others:
-                        kept = self._kept(key, workers, model) if given is None else set()
-                        others = self._others.setdefault(key, OtherWeights())
-                        others.sent(workers - kept, model if given is None else given, model)
-                if wait:
-                    self._wait(posted, outcome, deadline)
-            finally:
-                for arena in [arena for arena in self.arenas if not arena.members]:
-                    self.arenas.remove(arena)
-                    arena.publisher.close()
+            posted = self._publish(wanted, prepare, deadline)
+            self._version += 1
+            for post in posted if wait else ():
+                self._wait(post, outcome, deadline)
             outcome.check(f"version {self._version} of {self._model_id!r}", self._version)
             return self._version
 
-    def _kept(self, key: int, workers: set[int], own: Any) -> set[int]:
-        return self._others[key].kept_by(workers, own) if key in self._others else set()
-
-    def _planned_for(
+    def _publish(
         self, wanted: dict[tuple[int, int], tuple[Any, Any, set[int]]], prepare: Callable[[Any], Any], deadline: float
-    ) -> list[tuple[Arena, Any, set[int]]]:
-        """What to publish in which arena, for whom. All of it is checked before any worker moves to another arena.
-
-        Raises ManifestMismatch; AckTimeout and WorkerDied of workers that should move, and did not.
-        """
-        plan = []
-        for (_, key), (given, own, workers) in wanted.items():
-            kept = self._kept(key, workers, own) if given is None else set()
-            parts: Any = None, None
-            if workers - kept:
-                parts = extra_state.separate(prepare(own if given is None else given))
+    ) -> list[Post]:
+        """Publish what these workers want. All of it is checked before any of it is written."""
+        plan: list[tuple[Arena, Any, set[int]]] = []
+        posted, sent = [], []
+        for (_, whose), (given, own, workers) in wanted.items():
+            others = self._others.get(whose)
+            kept = others.kept_by(workers, own) if given is None and others is not None else set()
+            weights = own if given is None else given
+            if given is not None or others is not None:
+                others = self._others.setdefault(whose, OtherWeights())
+                sent.append((others, workers - kept, weights, own))
+            prepared = prepare(weights) if workers - kept else None
             for arena in self.arenas:
-                for chosen, these in ((arena.members & (workers - kept), parts), (arena.members & kept, None)):
-                    if chosen:
-                        fitting = these if these is None or self._strict else arena.known(*these)
-                        plan.append((arena, fitting, chosen))
-        made = []
-        for arena, parts, chosen in plan:
-            room = 0 if parts is None else extra_state.needed(parts[1])
-            split = room > arena.room or bool(arena.members.difference(chosen, self._lost))
-            if split or len(plan) > 1:
-                self._check(arena, arena.unchanged() if parts is None else parts[0])
-            made.append((arena, parts, chosen, room, split))
-        found = []
-        for arena, parts, chosen, room, split in made:
-            arena = self._split(arena, chosen, room, deadline) if split else arena
-            source = arena.unchanged() if parts is None else arena.source(*parts)
-            found.append((arena, source, chosen))
-        return found
+                if here := arena.members & kept:
+                    posted.append(Post(arena, arena.publisher.version, here))  # perhaps not applied yet
+                if here := arena.members & (workers - kept):
+                    plan.append((arena, arena.source(prepared, strict=self._strict), here))
+        for arena, source, here in plan:
+            if len(plan) > 1 or arena.members - here - self._lost:
+                self._explained(arena.writer.check_weights, source)
+        targets: list[tuple[Arena, Any, set[int]]] = []
+        for arena, source, here in plan:
+            if arena.members - here - self._lost:
+                targets += [(self._moved_to_own(worker, arena, deadline), source, {worker}) for worker in sorted(here)]
+            else:
+                targets.append((arena, source, here))
+        for arena, source, workers in targets:
+            posted.append(Post(arena, self._explained(arena.writer.publish, source, deadline), workers))
+        for arena in [arena for arena in self.arenas if not arena.members]:
+            self.arenas.remove(arena)
+            arena.publisher.close()
+        for others, *what in sent:
+            others.sent(*what)
+        return posted
 
-    def _publish(self, arena: Arena, source: Any, deadline: float) -> int:
+    def _explained(self, call: Callable[..., Any], *args: Any) -> Any:
         try:
-            version = arena.writer.publish(source, deadline)
+            return call(*args)
         except ManifestMismatch as error:
-            raise self._explained(error) from error
-        if arena.writer.device is not None:  # the workers are told of this version
-            with arena.writer.lock:
-                arena.writer.ready(deadline)
-        return version
+            if "is not in the arena" not in str(error):
+                raise
+            raise ManifestMismatch(
+                f"{error}\nTo leave out what the workers' model does not have, make the scheme with strict=False"
+            ) from error
 
-    def _check(self, arena: Arena, tensors: Any) -> None:
-        try:
-            arena.writer.check_weights(extra_state.flat(tensors) if arena.room else tensors)
-        except ManifestMismatch as error:
-            raise self._explained(error) from error
-
-    def _explained(self, error: ManifestMismatch) -> ManifestMismatch:
-        if "is not in the arena" not in str(error):
-            return error
-        return ManifestMismatch(
-            f"{error}\nTo leave out what the workers' model does not have, make the scheme with strict=False"
-        )
-
-    def _split(self, arena: Arena, workers: set[int], room: int, deadline: float) -> Arena:
-        """A new arena for these workers, with room for so much extra state; returns when they are attached to it."""
-        weights = arena.publisher.weights
-        if arena.room:
-            states = extra_state.states_in(weights.get(extra_state.LEAF))
-            room = max(arena.room, 2 * room)
-            weights = extra_state.together(weights.exclude(extra_state.LEAF), states, room)
-        elif room:
-            weights = extra_state.together(weights, {}, 2 * room)
-        manifest = arena.writer.arena.manifest
-        fresh = self._make(weights, new_name(), arena.writer.arena.place, dtypes_of(manifest), set())
+    def _moved_to_own(self, worker: int, arena: Arena, deadline: float) -> Arena:
+        """A new arena for this worker alone, a copy of the one that it leaves; returns when it is attached to it."""
+        arena.members.discard(worker)  # it moves, now or when it can
+        fresh = self._make(
+            arena.publisher.weights, self.names[worker].own, arena.writer.arena.place,
+            dtypes_of(arena.writer.arena.manifest), {worker}, arena.publisher.version,
+        )  # fmt: skip
         fresh.writer.forget_source()  # it would keep the arena that it was copied from; each send passes weights
-        moving, procs = sorted(workers), self._context_processes()
+        process = self._processes().get(worker)
         try:
-            while True:
-                for worker in moving:
-                    self.mailbox.send_to(f"{self.mailbox.address}.{worker}", tuple(fresh.publisher.handle))
-                left = max(0.0, deadline - time.monotonic())
-                known = {worker: procs[worker] for worker in moving if worker in procs}
-                try:
-                    fresh.publisher.wait_readers(moving, timeout=min(_RESEND, left), procs=known)
-                    break
-                except AckTimeout:
-                    if left <= _RESEND:
-                        raise
-        except BaseException as error:
-            fresh.members.clear()
-            if isinstance(error, WorkerDied):
-                self._lost |= {worker for worker in error.missing if isinstance(worker, int)}
+            left = max(0.0, deadline - time.monotonic())
+            fresh.publisher.wait_readers([worker], timeout=left, procs=None if process is None else [process])
+        except WorkerDied:
+            self._lost.add(worker)
             raise
-        arena.members -= workers
-        fresh.members |= workers
         return fresh
 
-    def _wait(self, posted: list[Post], outcome: Outcome, deadline: float) -> None:
+    def _wait(self, post: Post, outcome: Outcome, deadline: float) -> None:
         """Wait until each worker has applied its version, is dead, or the deadline; outcome has what went wrong."""
-        for arena, version, workers in posted:
-            writer, asked = arena.writer, sorted(workers)
-            rows = RowWait(writer.arena.control, writer.peers, (), asked, functools.partial(_has_acked, version))
+        writer, control = post.arena.writer, post.arena.writer.arena.control
+        rows = RowWait(control, writer.peers, (), sorted(post.workers), lambda row: row.acked == post.version)
 
-            def nap(writer: Any = writer, rows: RowWait = rows, version: int = version) -> None:
-                if rows.late:
-                    writer.native.wait_acks(version, rows.late, slice_until(deadline, 0.005))
-                else:
-                    time.sleep(0.0005)  # a worker is not attached yet
+        def nap() -> None:
+            if rows.late:
+                writer.native.wait_acks(post.version, rows.late, slice_until(deadline, 0.005))
+            else:
+                time.sleep(0.0005)  # a worker is not attached yet
 
-            def look(rows: RowWait = rows) -> None:
-                self._read_failures(outcome)
-                absent = [worker for worker in rows.absent if not self._ended(worker)]
-                late = {rows._control.name_of(row) for row in rows.late} | set(absent)
-                if late <= outcome.failed.keys():
-                    raise _NobodyLeft
+        def look() -> None:
+            outcome.failed.update(self.failures.received())
+            waiting = {worker for worker in rows.absent if not self._ended(worker)}
+            if waiting | {control.name_of(row) for row in rows.late} <= outcome.failed.keys():
+                raise _NobodyLeft
 
-            try:
-                rows.until(deadline, look, nap)
-            except _NobodyLeft:
-                pass
-            found = rows.outcome(WORDING)
-            for worker in [*found.dead, *(worker for worker in found.absent if self._ended(worker))]:
-                outcome.dead[worker] = self._how(worker)
-            outcome.late += [each for each in found.late if each not in outcome.dead and each not in outcome.failed]
-            outcome.pids |= found.pids
-            outcome.stopped += found.stopped
-        self._read_failures(outcome)
+        with suppress(_NobodyLeft):
+            rows.until(deadline, look, nap)
+        outcome.failed.update(self.failures.received())
+        found = rows.outcome(WORDING)
+        for worker in [*found.dead, *(worker for worker in found.absent if self._ended(worker))]:
+            process = self._processes().get(worker)
+            outcome.dead[worker] = "" if process is None else str(Peer(process=process))
         self._lost |= outcome.dead.keys()
+        outcome.late += [each for each in found.late if each not in outcome.dead and each not in outcome.failed]
+        outcome.pids |= found.pids
+        outcome.stopped += found.stopped
 
-    def _read_failures(self, outcome: Outcome) -> None:
-        for worker, failure in self.mailbox.receive():
-            outcome.failed[worker] = Failure(*failure)
-
-    def _context_processes(self) -> dict[int, Any]:
+    def _processes(self) -> dict[int, Any]:
         collector = None if self._context is None else self._context()
         return dict(enumerate(getattr(collector, "procs", None) or ()))
 
     def _ended(self, worker: int) -> bool:
-        process = self._context_processes().get(worker)
+        process = self._processes().get(worker)
         return process is not None and process.exitcode is not None
-
-    def _how(self, worker: int) -> str:
-        process = self._context_processes().get(worker)
-        return "" if process is None else str(Peer(process=process))
 
     def _living(self, chosen: set[int]) -> set[int]:
         """These workers without the lost. One that is attached again is not lost."""
@@ -362,28 +297,26 @@ class Sender:
             chosen |= found
         return chosen
 
-    def _make(self, weights: Any, name: str, device: str, dtype: Dtypes, members: set[int]) -> Arena:
-        made = Arena(Publisher(weights, name=name, device=device, dtype=dtype, **self._options), members)
+    def _make(
+        self, weights: Any, name: str, device: str, dtype: Dtypes, members: set[int], version: int = FIRST
+    ) -> Arena:
+        publisher = Publisher(weights, name=name, device=device, dtype=dtype, first_version=version, **self._options)
+        made = Arena(publisher, members)
         self.arenas.append(made)
         return made
 
     def close(self) -> None:
         """End the arenas. Idempotent. Raises WriterBusy for one that another thread writes; call it again then."""
-        self.mailbox.close()
-        _close(self.arenas, self.mailbox)
-
-
-def _has_acked(version: int, row: Any) -> bool:
-    return bool(row.acked == version)
+        _close(self.arenas, self.failures)
 
 
 class _NobodyLeft(Exception):
     """Each worker that is still waited for has failed or ended."""
 
 
-def _close(arenas: list[Arena], mailbox: Mailbox) -> None:
+def _close(arenas: list[Arena], failures: Failures) -> None:
     with ExitStack() as stack:  # one that is busy keeps none of the others open, and is closed by the next call
-        stack.callback(mailbox.close)
+        stack.callback(failures.close)
         for arena in arenas:
             stack.callback(arena.publisher.close)
     arenas.clear()

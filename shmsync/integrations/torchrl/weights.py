@@ -53,44 +53,33 @@ def first_weights(
 
     Raises ValueError for contradictory or missing ones, TypeError for a model that is no torch.nn.Module.
     """
-    given = {
-        "params_map": params_map,
-        "context": context,
-        "model": model,
-        "weights": weights,
-        "devices": devices,
-        "device_map_fn": device_map_fn,
-    }
+    given = {"context": context, "params_map": params_map, "model": model, "weights": weights}
     names = [name for name, value in given.items() if value is not None]
-    for alone in ("params_map", "context"):
-        if alone in names and names != [alone]:
-            raise ValueError(f"{alone} stands alone, but {', '.join(names)} were given; leave the others out")
+    alone = devices is device_map_fn is num_workers is None
+    if len(names) != 1 or not (alone or names[0] in ("model", "weights")):
+        raise ValueError(
+            "init_on_sender() takes one of context, params_map, model and weights, the last two with devices= or with "
+            f"device_map_fn= and num_workers=; given: {names or 'nothing'}{'' if alone else ' and more'}"
+        )
     if params_map is not None:
         if not all(isinstance(worker, int) and isinstance(td, TensorDictBase) for worker, td in params_map.items()):
             raise ValueError("params_map must be a dict of worker index to TensorDict")
         return First(dict(params_map))
     if context is not None:
-        if model_id is None:
-            raise ValueError("a context needs the model_id= of the model to find in it")
-        return _from_context(model_id, context)
-    if (model is None) == (weights is None):
-        raise ValueError(
-            f"init_on_sender() takes a context, a params_map, or one of model and weights; given: {names or 'nothing'}"
-        )
+        return _from_context(model_id or "policy", context)
     source = weights if model is None else _module(model, model_id)
-    if device_map_fn is not None:
-        if devices is not None or num_workers is None:
-            raise ValueError("device_map_fn needs num_workers=, and no devices=")
+    if device_map_fn is not None and num_workers is not None:
 
         def mapped() -> dict[int, Any]:
             tensors = WeightStrategy().extract_weights(source) if isinstance(source, nn.Module) else source
             return {worker: device_map_fn(worker, tensors) for worker in range(num_workers)}
 
         return First(mapped(), mapped=mapped)
-    if devices is None:
-        raise ValueError("model or weights need devices=, one for each worker, or device_map_fn= with num_workers=")
-    if num_workers is not None and num_workers != len(devices):
-        raise ValueError(f"num_workers is {num_workers}, but devices has {len(devices)}; leave one of them out")
+    if devices is None or num_workers not in (None, len(devices)):
+        raise ValueError(
+            "model or weights need devices=, one for each worker, or device_map_fn= with num_workers=; given: "
+            f"devices={devices}, num_workers={num_workers}"
+        )
     return First(dict.fromkeys(range(len(devices)), source), dict(enumerate(devices)))
 
 
@@ -114,15 +103,11 @@ def _from_context(model_id: str, context: Any) -> First:
 
 def resolve(context: Any, model_id: str) -> Any:
     """The model of this id in a context, or None."""
-    if context is None:
-        return None
     try:
-        model = _resolve_model(context, model_id)
+        model = None if context is None else _resolve_model(context, model_id)
     except (AttributeError, KeyError, IndexError):
         model = None
-    if model is None and model_id == "policy":
-        model = getattr(context, "_fallback_policy", None)
-    return model
+    return getattr(context, "_fallback_policy", None) if model is None and model_id == "policy" else model
 
 
 def _module(model: Any, model_id: str | None) -> nn.Module:
@@ -163,16 +148,20 @@ class OtherWeights:
         found = workers & self._workers
         return set() if found and self._changed(_values(own)) else found
 
+    @run_plainly
     def sent(self, workers: set[int], weights: Any, own: Any) -> None:
-        """These weights went to these workers."""
+        """These weights, the model itself perhaps, went to these workers."""
+        others = self._workers - workers
         if weights is own or _same_memory(weights, own):
-            self._workers = self._workers - workers
+            self._workers = others
             return
-        values, others = _values(own), self._workers - workers
-        if others and self._changed(values):
-            others = set()  # for them the model has changed since
-        self._workers = others | workers
-        self._copy(values)
+        values = _values(own)
+        changed = self._changed(values)
+        self._workers = workers if changed else others | workers  # for the others the model has changed since
+        if changed and _kinds(values) == _kinds(self._then):  # into the same memory
+            torch._foreach_copy_(list(self._then.values()), list(values.values()))
+        elif changed:
+            self._then = {key: tensor.detach().clone() for key, tensor in values.items()}
 
     @run_plainly
     def _changed(self, values: dict[str, torch.Tensor]) -> bool:
@@ -180,14 +169,6 @@ class OtherWeights:
         return _kinds(values) != _kinds(then) or any(
             not same_bytes(tensor, then[key]) for key, tensor in values.items()
         )
-
-    @run_plainly
-    def _copy(self, values: dict[str, torch.Tensor]) -> None:
-        if _kinds(values) == _kinds(self._then):  # into the same memory
-            if values:
-                torch._foreach_copy_(list(self._then.values()), list(values.values()))
-        else:
-            self._then = {key: tensor.detach().clone() for key, tensor in values.items()}
 
 
 def _kinds(values: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""Policies with more than parameters: buffers, lazy and tied parameters, extra state, and other data types."""
+"""Policies with more than parameters: buffers, and extra state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from support.torchrl import policies
 from support.torchrl.parts import ask
-from support.torchrl.policies import Acting, Normalising, Outer, Tied
+from support.torchrl.policies import Acting, Normalising, Outer
 
 COUNT = "module.norm.num_batches_tracked"
 
@@ -32,20 +32,6 @@ def test_batch_norm_counts_in_each_worker_until_an_update_brings_the_trainers_co
     next(batches)
     assert all(int(found[COUNT]) >= 1010 for found in ask(collecting, "policy.read"))
     assert int(policy.module.norm.num_batches_tracked) == 1000
-
-
-def test_tied_parameters_stay_tied(collector):
-    policy = Acting(Tied())
-    collecting = collector(policy)
-    assert ask(collecting, "policy.call", policies.share_memory) == [True, True]
-    with torch.no_grad():
-        policy.module.one.weight.fill_(5)
-        policy.module.other.bias.fill_(6)
-    collecting.update_policy_weights_()
-    for found in ask(collecting, "policy.read"):
-        assert found["module.one.weight"] == 5 and found["module.other.weight"] == 5 and found["module.other.bias"] == 6
-    assert ask(collecting, "policy.call", policies.share_memory) == [True, True]
-    assert policy.module.one.weight is policy.module.other.weight
 
 
 def test_extra_state_of_several_modules_goes_to_each(collector):

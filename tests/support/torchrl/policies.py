@@ -94,18 +94,6 @@ class Normalising(nn.Module):
         return self.norm(torch.stack([observation, observation + 1]))[0]
 
 
-class Tied(nn.Module):
-    """Two layers with one weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = nn.Linear(1, 1), nn.Linear(1, 1)
-        self.other.weight = self.one.weight
-
-    def forward(self, observation):
-        return self.other(self.one(observation))
-
-
 class Remembering(nn.Module):
     """Keeps notes beside its weight; bad ones make it fail."""
 
@@ -148,8 +136,3 @@ def notes(policy):
     """What the modules of a policy remember, by their weights: (weight, notes) each."""
     found = [module for module in policy.modules() if isinstance(module, Remembering)]
     return [(int(module.weight), module.notes) for module in found]
-
-
-def share_memory(policy):
-    """Whether the two weights of a Tied lie at one address."""
-    return policy.module.one.weight.data_ptr() == policy.module.other.weight.data_ptr()

@@ -84,19 +84,3 @@ def test_each_update_gets_to_the_workers(start, kind, given):
     assert tags_of(collecting) == {3}
     collecting.update_policy_weights_()  # those of the server
     assert tags_of(collecting) == {5}
-
-
-def test_worker_ids_reach_the_updater(start):
-    collecting = start(MultiSyncCollector, IntoPolicy())
-    collecting.update_policy_weights_(Tagged(1))
-    collecting.update_policy_weights_(Tagged(2), worker_ids=[1])
-    assert tags(collecting) == [1, 2]
-    collecting.update_policy_weights_(Tagged(3), worker_ids=0)
-    assert tags(collecting) == [3, 2]
-
-
-def test_a_second_collector_is_refused(start):
-    updater = IntoPolicy()
-    start(Collector, updater)
-    with pytest.raises(RuntimeError, match="has a collector already"):
-        start(Collector, updater)
