@@ -268,7 +268,7 @@ class Receiver:
             for cover in [cover for cover in self._reader.covers if cover.is_of(module)]:
                 cover.enter(None, clones=False)  # its guards call what they replace
         for binding in self.bindings():
-            binding.drop()
+            binding.follow(False)
         self._module, self._loads = None, []
 
 
@@ -311,12 +311,12 @@ class _Load(Proxy):
             receiver.release({self.module})
             bindings = receiver.bindings()
             for binding in bindings:
-                binding.drop()  # for the moment: the engine refuses to load into what is bound
+                binding.follow(False)  # for the moment: the engine refuses to load into what is bound
             try:
                 return self.inner(*args, **kwargs)
             finally:
                 for binding in bindings:
-                    binding.restore()
+                    binding.follow(True)
 
 
 def _run(reference: weakref.ref[Receiver], stop: threading.Event) -> None:
