@@ -472,7 +472,7 @@ class RemoteSender(WeightSender):
     @override
     def _post(self, source: Any, workers: list[int], deadline: float) -> Posted:
         """Begin a send. `source`: weights, or packed ones with the version that they have."""
-        living = self._living(workers, self._transports)
+        living = self._living(workers)
         connected = {index: transport for index, transport in living.items() if transport.connected}
         if isinstance(source, PackedWeights):
             packed = source

@@ -63,7 +63,11 @@ class NodeArena:
             self.publisher = Publisher(nested(leaves), first_version=label.version, **self._options)
             writer_of(self.publisher).forget_source()
         else:
-            writer_of(self.publisher).publish(nested(leaves), deadline, version=label.version)
+            writer = writer_of(self.publisher)
+            writer.publish(nested(leaves), deadline, version=label.version)
+            if writer.device is not None:  # others are told of this version
+                with writer.lock:
+                    writer.ready(deadline)
         self.extra = extra
         return News(label._replace(manifest=b"", extra=extra), self.publisher.handle)
 
