@@ -24,7 +24,7 @@ from ...engine.bind.guarded_methods import can_be_called
 from ...engine.deadlines import deadline_after
 from ...engine.publisher import Publisher, writer_of
 from ...engine.subscriber import Subscriber, reader_of
-from ...errors import ClosedError, ProtocolError
+from ...errors import ClosedError, ManifestMismatch, ProtocolError
 from ...memory.arena import nested
 from ...memory.manifest import Key
 from ...memory.process import me
@@ -59,15 +59,22 @@ class NodeArena:
         """Make weights the label's version. Raises as Publisher does, with nothing changed."""
         leaves, extra = leaves_of(weights)
         refuse_odd(leaves)
+        if self.publisher is not None:
+            writer = writer_of(self.publisher)
+            try:
+                writer.publish(nested(leaves), deadline, version=label.version)
+            except ManifestMismatch:
+                if self.publisher.readers():
+                    raise
+                self.publisher.close()  # it was made for weights that fitted no worker
+                self.publisher = None
+            else:
+                if writer.device is not None:  # others are told of this version
+                    with writer.lock:
+                        writer.ready(deadline)
         if self.publisher is None:
             self.publisher = Publisher(nested(leaves), first_version=label.version, **self._options)
             writer_of(self.publisher).forget_source()
-        else:
-            writer = writer_of(self.publisher)
-            writer.publish(nested(leaves), deadline, version=label.version)
-            if writer.device is not None:  # others are told of this version
-                with writer.lock:
-                    writer.ready(deadline)
         self.extra = extra
         return News(label._replace(manifest=b"", extra=extra), self.publisher.handle)
 
