@@ -25,6 +25,14 @@ def test_the_workers_of_a_node_share_one_arena_that_they_cannot_write(fleet):
     assert group.look(0) == [(30, 3)]
 
 
+def test_first_weights_that_fit_no_worker_do_not_decide_what_comes_later(fleet):
+    group = fleet("distributed", 2, nodes=["home", "home", "a"]).open(fan_out="node")
+    with pytest.raises(shmsync.ManifestMismatch, match="bias"):
+        group.trainer.call(parts.send_what_does_not_fit)
+    assert group.send(5) == 2
+    assert group.look() == [(5, 2)] * 2
+
+
 @pytest.mark.parametrize("nodes", [["home", "home", "home"], ["home", "a", "a"]])
 def test_a_resend_brings_the_last_weights_to_whole_nodes(fleet, nodes):
     group = fleet("distributed", 2, nodes=nodes).open(workers=1, fan_out="node")

@@ -11,6 +11,8 @@ from torch.distributed import HashStore
 import shmsync
 from shmsync import DistributedTransport, DistributedWeightSyncScheme, RPCTransport, RPCWeightSyncScheme
 from support.calls import naming
+from support.conformance.nets import Stamped
+from support.conformance.rigs import rigs
 from support.remote import fleet as parts
 
 
@@ -87,6 +89,14 @@ def test_a_resend_brings_the_last_weights_with_their_version_to_those_that_joine
     assert group.look() == [(6, 2)] * 2
     assert group.send(7) == 3
     assert group.look() == [(7, 3)] * 2
+
+
+def test_a_resend_with_partial_brings_all_that_the_model_has_now():
+    with rigs("call", {"partial": True}) as make:
+        rig = make(given={"model": Stamped(1)})
+        rig.sender.send({"layer.bias": Stamped(2).state_dict()["layer.bias"]})
+        assert rig.sender.resend() == 2
+        assert rig.stamps() == [1, 1]
 
 
 @pytest.mark.parametrize("make", [RPCWeightSyncScheme, DistributedWeightSyncScheme])

@@ -42,6 +42,7 @@ from ...memory.devices import laid_out
 from ...memory.manifest import Key, Manifest
 from ...memory.torch_modes import run_plainly
 from ..api import WeightSyncScheme
+from ..attachment import Attachment
 from ..context import Arguments
 from ..receiver import WeightReceiver
 from ..sender import Posted, WeightSender
@@ -513,7 +514,7 @@ class RemoteReceiver(WeightReceiver):
         super()._start_here()
         self._applying = threading.Lock()
         self._news = threading.Event()
-        self.attached: Any = None  # a nodes.Attached
+        self.attached: Attachment | None = None  # to the arena of its node
 
     @override
     def _connect(self, arguments: Arguments) -> None:
@@ -523,7 +524,7 @@ class RemoteReceiver(WeightReceiver):
     @override
     def version(self) -> int:
         """The version that the model uses now; 0: as it came. With fan_out="node" each forward uses the newest."""
-        return self._version if self.attached is None else self.attached.subscriber.version
+        return self._version if self.attached is None else self.attached.version
 
     @override
     def apply_weights(self, weights: Any) -> None:
@@ -542,8 +543,8 @@ class RemoteReceiver(WeightReceiver):
             self._own((label.model_id, None))  # raises for another model
         with self._applying:
             model = self._resolve_model_ref()
-            if hasattr(weights, "attach"):  # nodes.News
-                self.attached = weights.attach(self, model)
+            if hasattr(weights, "handle"):  # nodes.News
+                weights.apply(self, model)
             else:
                 self._strategy.apply_weights(model, weights)
             self._version = self._version + 1 if label is None else label.version
@@ -573,4 +574,4 @@ class RemoteReceiver(WeightReceiver):
         """Leave the arena, inside apply_weights() or close()."""
         if self.attached is not None:
             attached, self.attached = self.attached, None
-            attached.subscriber.close()
+            attached.close()

@@ -16,20 +16,19 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing import util
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
-from ...engine.bind.guarded_methods import can_be_called
 from ...engine.deadlines import deadline_after
 from ...engine.publisher import Publisher, writer_of
-from ...engine.subscriber import Subscriber, reader_of
-from ...errors import ClosedError, ProtocolError
+from ...errors import ClosedError, ManifestMismatch, ProtocolError
 from ...memory.arena import nested
 from ...memory.manifest import Key
 from ...memory.process import me
 from ...memory.segment import Handle
-from ..strategy import WeightStrategy, leaves_of, refuse_odd
+from ..attachment import Attachment
+from ..strategy import leaves_of, refuse_odd
 from .base import Exchange, Label, Packer, RemoteTransport, Steps, by_name, label_of, unpack
 
 NODE_VARIABLE = "SHMSYNC_NODE"  # names the node of a process, in place of the host's name
@@ -59,15 +58,22 @@ class NodeArena:
         """Make weights the label's version. Raises as Publisher does, with nothing changed."""
         leaves, extra = leaves_of(weights)
         refuse_odd(leaves)
+        if self.publisher is not None:
+            writer = writer_of(self.publisher)
+            try:
+                writer.publish(nested(leaves), deadline, version=label.version)
+            except ManifestMismatch:
+                if self.publisher.readers():
+                    raise
+                self.publisher.close()  # it was made for weights that fitted no worker
+                self.publisher = None
+            else:
+                if writer.device is not None:  # others are told of this version
+                    with writer.lock:
+                        writer.ready(deadline)
         if self.publisher is None:
             self.publisher = Publisher(nested(leaves), first_version=label.version, **self._options)
             writer_of(self.publisher).forget_source()
-        else:
-            writer = writer_of(self.publisher)
-            writer.publish(nested(leaves), deadline, version=label.version)
-            if writer.device is not None:  # others are told of this version
-                with writer.lock:
-                    writer.ready(deadline)
         self.extra = extra
         return News(label._replace(manifest=b"", extra=extra), self.publisher.handle)
 
@@ -103,14 +109,6 @@ def _close_led() -> None:
 # ---- in every worker
 
 
-class Attached(NamedTuple):
-    """A worker's attachment to the arena of its node. A module is bound to it; anything else gets copies."""
-
-    handle: Handle
-    model: Any
-    subscriber: Subscriber
-
-
 @dataclass(frozen=True)
 class News:
     """A version that lies in an arena of this node. WeightReceiver.apply_weights() takes it like weights."""
@@ -118,34 +116,21 @@ class News:
     label: Label
     handle: Handle
 
-    def attach(self, receiver: Any, model: Any) -> Attached:
-        """Let the receiver's model use the arena, which takes the place of an earlier one."""
-        attached: Attached | None = receiver.attached
-        if attached is None or attached.handle != self.handle or attached.model is not model:
-            options = receiver._scheme.consistency, receiver.worker_idx, receiver._scheme.timeout
-            subscriber = Subscriber(self.handle, consistency=options[0], worker=options[1], timeout=options[2])
-            try:
-                receiver.leave()  # a module is bound to one arena
-                if isinstance(model, nn.Module):
-                    subscriber.bind(model, guard=can_be_called(model))
-            except BaseException:
-                subscriber.close()
-                raise
-            attached = Attached(self.handle, model, subscriber)
-        attached.subscriber.refresh()
-        if reader_of(attached.subscriber).applied_version < self.label.version:
-            raise ProtocolError(
-                f"version {self.label.version} cannot be applied inside a read section of this thread; receive outside "
-                "it",
-                version=self.label.version,
-            )
+    def apply(self, receiver: Any, model: Any) -> None:
+        """Let the receiver's model use the arena, which takes the place of an earlier one, at this version."""
+        if receiver.attached is None or receiver.attached.handle != self.handle:
+            made = Attachment(self.handle, receiver._scheme, receiver.worker_idx)
+            receiver.leave()  # a module is bound to one arena
+            receiver.attached = made
+        try:
+            receiver.attached.move_to(self.label.version)
+            receiver.attached.bind(model)
+        except ManifestMismatch:
+            receiver.leave()  # an arena that nobody can use is made anew
+            raise
         if isinstance(model, nn.Module):
             for path, state in self.label.extra.items():
                 model.get_submodule(".".join(path)).set_extra_state(state)
-        else:
-            with attached.subscriber.read() as section:
-                WeightStrategy().apply_weights(model, section.weights)
-        return attached
 
 
 # ---- in the trainer
