@@ -373,10 +373,15 @@ def _import_tensordict() -> None:
         del Subscriber.read  # of this class; the native one is below it
 
 
-def _first_read(sub: _native.ReadMethods, **options: Any) -> _native.ReadSection:
+def _first_read(
+    sub: _native.ReadMethods, *, version: int | None = None, timeout: float | None = None
+) -> _native.ReadSection:
     """Subscriber.read(), the first time in this process."""
     _import_tensordict()
-    return sub.read(**options)
+    return sub.read(version=version, timeout=timeout)
+
+
+_first_read.__doc__ = _native.ReadMethods.read.__doc__
 
 
 Subscriber.read = _first_read  # type: ignore[method-assign, assignment]

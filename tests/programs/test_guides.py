@@ -28,7 +28,7 @@ PAGES = {  # how many commands it has, and what it needs besides. Notebooks and 
     "guides/language-models": (2, ("transformers", "peft")),
     "guides/training-hangs": (2, ()),
     "guides/dataloader": (1, ()),
-    "guides/leagues": (2, ("gymnasium", "pettingzoo", "pygame")),
+    "guides/leagues": (1, ("gymnasium", "pettingzoo", "pygame")),
     "guides/serving": (1, ("fastapi", "uvicorn")),
 }
 
