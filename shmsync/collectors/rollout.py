@@ -54,14 +54,12 @@ class Rollout:
         self._actor = Actor(policy, parts, device)
         self._groups: list[tuple[SingleEnvs | VectorEnvs, slice]] = []
         if singles is not None:
-            group = SingleEnvs(singles, new, action_space.dtype if of_vectors else None)
-            self._groups.append((group, slice(0, self.count)))
-        else:
-            first = 0
-            for env in envs:
-                rows = slice(first, first + int(env.num_envs))
-                self._groups.append((VectorEnvs(env, new.of_rows(first, int(env.num_envs))), rows))
-                first = rows.stop
+            self._groups.append((SingleEnvs(singles, new), slice(0, self.count)))
+        first = 0
+        for env in envs if singles is None else ():
+            rows = slice(first, first + int(env.num_envs))
+            self._groups.append((VectorEnvs(env, new.of_rows(rows)), rows))
+            first = rows.stop
         self._uneven = any(group.uneven for group, _ in self._groups)
         self._returns = np.zeros(self.count)  # of the episodes so far
 
@@ -70,11 +68,6 @@ class Rollout:
         for group, rows in self._groups:
             group.reset(None if seed is None else seed + rows.start)
         self._returns[:] = 0.0
-
-    def seed_actions(self, seed: int) -> None:
-        """Seed the spaces from which environments may draw actions."""
-        for group, rows in self._groups:
-            group.seed_actions(seed + rows.start)
 
     def layout(self) -> Leaves:
         """The leaves of one frame; calls the policy once, on the observations that are there."""
