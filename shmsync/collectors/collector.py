@@ -29,21 +29,13 @@ LAST_SEED = 1 << 62  # what Gymnasium, NumPy and torch all take, with room for t
 
 @dataclass(frozen=True)
 class CollectorStats:
-    """Counts since the collector was made.
+    """Counts since the collector was made."""
 
-    Attributes:
-        frames: handed out.
-        batches: handed out.
-        dropped: batches that were collected again because they were too old.
-        restarts: workers that were started again.
-        version: of the newest weights that were sent.
-    """
-
-    frames: int
-    batches: int
-    dropped: int
-    restarts: int
-    version: int
+    frames: int  # handed out
+    batches: int  # handed out
+    dropped: int  # batches that were collected again because they were too old
+    restarts: int  # workers that were started again
+    version: int  # of the newest weights that were sent
 
 
 class MultiprocessCollector:

@@ -87,7 +87,6 @@ class _Worker:
                 self._rollout.use(Buffers(memory), slice(*rows))
                 torch.manual_seed(seed)
                 self._rollout.reset(seed)
-                self._rollout.seed_actions(seed)
             elif word == COLLECT:
                 if self._rollout.collect(content, self._between):
                     self._control.send((BATCH, content))

@@ -44,45 +44,38 @@ class Results(NamedTuple):
     ends: list[End]
     first: int = 0  # the row of the first of them among those of the worker
 
-    def of_rows(self, first: int, count: int) -> Results:
+    def of_rows(self, rows: slice) -> Results:
         """Those of some of the environments, in the same memory."""
-        rows = slice(first, first + count)
         parts = [part._replace(now=part.now[rows]) for part in self.parts]
-        return Results(parts, self.reward[rows], self.acting[rows], self.ends, first)
+        return Results(parts, self.reward[rows], self.acting[rows], self.ends, rows.start)
 
 
 class SingleEnvs:
-    """Environments that are stepped one by one.
-
-    `action_dtype`: of elements of an array, where they expect these; None: actions are passed as they come.
-    """
+    """Environments that are stepped one by one."""
 
     uneven = False
 
-    def __init__(self, envs: Sequence[Any], results: Results, action_dtype: Any = None) -> None:
+    def __init__(self, envs: Sequence[Any], results: Results) -> None:
         self._envs = envs
         self._results = results
-        self._action_dtype = action_dtype
 
     def reset(self, seed: int | None = None) -> None:
         """Start a new episode in every environment."""
         for i in range(len(self._envs)):
             self._reset_one(i, None if seed is None else seed + i)
 
-    def seed_actions(self, seed: int) -> None:
-        """Seed the spaces from which an environment may draw actions."""
-        for i, env in enumerate(self._envs):
-            env.action_space.seed(seed + i)
-
     def begin(self, actions: Any) -> None:
         """These actions are for finish()."""
-        self._actions = actions if self._action_dtype is None else np.asarray(actions, self._action_dtype)
+        self._actions = actions
 
     def finish(self) -> None:
         """Let each of them step, and reset those whose episodes end."""
         parts, rewards, _, ends, _ = self._results
         for i, (env, action) in enumerate(zip(self._envs, self._actions, strict=True)):
-            observation, reward, terminated, truncated, _ = _returned(env.step(action), _STEP)
+            result = env.step(action)
+            if type(result) is not tuple or len(result) != 5:
+                _returned(result, _STEP)
+            observation, reward, terminated, truncated, _ = result
             # Nearly all values are what they should be: a look at their types is sooner than arrays of one element.
             for part in parts:
                 value = observation if not part.path else None
@@ -123,12 +116,6 @@ class VectorEnvs:
         """Start a new episode in every environment."""
         self._take_reset(self._env.reset() if seed is None else self._env.reset(seed=seed))
         self._results.acting[:] = True
-
-    def seed_actions(self, seed: int) -> None:
-        """Seed the spaces from which an environment of this process may draw actions."""
-        self._env.action_space.seed(seed)
-        for i, env in enumerate(getattr(self._env, "envs", ())):
-            env.action_space.seed(seed + i)
 
     def begin(self, actions: Any) -> None:
         """Let it step, up to finish(). Environments in processes do so at once, while this one goes on."""

@@ -322,18 +322,16 @@ class WorkerPool:
 
 
 def _agreed(layouts: list[Any]) -> tuple[buffers.Leaves, int]:
-    """The layout and the number of environments that all workers have. Raises an error when they differ."""
+    """The layout and the number of environments that all workers have. Raises DataMismatch when they differ."""
     first, count = layouts[0]
     for index, (layout, environments) in enumerate(layouts):
-        if layout != first:
-            different = sorted(".".join(key) for key in {k for k, _ in layout.items() ^ first.items()})
-            raise ValueError(
-                f"workers 0 and {index} have frames of different form ({', '.join(different)}); all environments of a "
-                "collector need the same spaces"
+        if (layout, environments) != (first, count):
+            keys = sorted(".".join(key) for key in {key for key, _ in layout.items() ^ first.items()})
+            what = (
+                f"frames of different form ({', '.join(keys)})" if keys else f"{count} and {environments} environments"
             )
-        if environments != count:
             raise DataMismatch(
-                f"worker 0 has {count} environment(s) but worker {index} has {environments}; each needs the same "
-                "number, also inside of vector environments"
+                f"workers 0 and {index} have {what}; all workers need the same spaces, and the same number of "
+                "environments, also inside of vector environments"
             )
     return first, count

@@ -99,9 +99,6 @@ class Workers:
             raise TypeError(f"work is a function that gets a Subscriber, not {work!r}; write Workers(pub, work, n)")
         if not isinstance(args, Iterable):
             raise TypeError(f"args is a tuple, not a {type(args).__name__}; write args=(it,) for one argument")
-        methods = multiprocessing.get_all_start_methods()
-        if start_method not in methods:
-            raise ValueError(f"start_method is one of {', '.join(methods)}, not {start_method!r}")
         self._count = whole("n", n, 1, _MOST)
         self._threads = whole("threads", threads, 1, 1 << 16)
         self._restarts = dict.fromkeys(range(self._count), whole("restart", restart, 0, sys.maxsize, ValueError))
@@ -190,7 +187,7 @@ class Workers:
         member.reported = True  # before it is ended here: a wait of another thread would take that for a death
         self._end([rank], TERMINATED)
         if unsaid:
-            self._log_loss(rank, member)
+            _log.warning("%s", self._loss(rank, member))
         self._start([rank])
 
     def start(self) -> Workers:
@@ -233,25 +230,24 @@ class Workers:
     ) -> None:
         if self._pid != os.getpid() or not self._members:  # a fork's workers are the trainer's; or none was started
             return
-        grace, late, members = 0.0, [], dict(self._members)
+        grace, members = 0.0, dict(self._members)
         try:
             patience = self._writer.timeout if self._timeout is None else self._timeout
             late = leave(members, "leave", time.monotonic() + patience)
             grace = TERMINATED
-        finally:  # at once after a Ctrl-C
-            unsaid = {rank: member for rank, member in members.items() if rank not in late and not member.reported}
-            self._end_all(grace)
+        finally:
+            self._end_all(grace)  # at once after a Ctrl-C
         if late:
             _log.warning(
                 "%s had not returned in time after the trainer left: terminated. A custom loop must end when "
                 "sub.publisher_alive is False, and must not wait for a queue that is no longer read",
                 listed(late),
             )
-        lost = [(rank, member) for rank, member in unsaid.items() if member.lost]
+        lost = [each for each in members.items() if each[0] not in late and each[1].lost and not each[1].reported]
         for rank, member in lost if error is not None else lost[1:]:
-            self._log_loss(rank, member)
+            _log.warning("%s", self._loss(rank, member))
         if error is None and lost:
-            self._raise(*lost[0])
+            raise self._loss(*lost[0])
 
     def _look(self, version: int = 0) -> None:
         """Restart the dead as often as that is allowed; raise what a worker failed with, or how it died."""
@@ -266,7 +262,7 @@ class Workers:
                 self._restarts[rank] -= 1
                 self.restart(rank)
             else:
-                self._raise(rank, member, version)
+                raise self._loss(rank, member, version)
         self._watch()
 
     def _before_write(self) -> None:
@@ -307,12 +303,12 @@ class Workers:
                 self._pub.wait_readers(ranks, timeout=max(0.0, deadline - time.monotonic()), procs=procs)
                 break
             except WorkerDied as error:
-                for rank in ranks:
-                    member = self._members[rank]
-                    member.read()
-                    if rank in error.missing and member.lost:
-                        self._raise(rank, member, before=" before it was attached")
-                ranks = [rank for rank in ranks if rank not in error.missing]  # their function has returned already
+                gone = [rank for rank in ranks if rank in error.missing]
+            for rank in gone:
+                self._members[rank].read()
+                if self._members[rank].lost:
+                    raise self._loss(rank, self._members[rank], before=" before it was attached")
+            ranks = [rank for rank in ranks if rank not in gone]  # the function of the others has returned already
         self._watch()
 
     def _end_all(self, grace: float) -> None:
@@ -328,37 +324,38 @@ class Workers:
         members = {rank: self._members[rank] for rank in ranks}
         end(members, grace)
         for member in members.values():
-            if not self._writer.closed and member.process.pid is not None:
-                self._writer.free_rows_of(member.process.pid)
+            self._free_rows(member)
 
-    def _log_loss(self, rank: int, member: Process) -> None:
-        trace = "" if member.failure is None else f":\n{member.failure.trace}"
-        verb = "died" if member.failure is None else "failed"
-        _log.warning("worker %d %s (%s)%s", rank, verb, member.how, trace)
+    def _free_rows(self, member: Process) -> None:
+        if not self._writer.closed and member.process.pid is not None:
+            self._writer.free_rows_of(member.process.pid)
 
-    def _raise(self, rank: int, member: Process, version: int = 0, before: str = "") -> None:
+    def _loss(self, rank: int, member: Process, version: int = 0, before: str = "") -> WorkerFailed | WorkerDied:
+        """The error that says how this worker was lost, to be raised or logged; once, by its `reported`."""
         member.reported = True
-        version = version or self._writer.current[0]
-        if member.failure is not None:
-            cause = member.failure.exception()
-            cause.__cause__ = RemoteTraceback(member.failure.trace)
-            raise WorkerFailed(
-                f"worker {rank} ({member.how}) raised {member.failure.summary.rstrip('.')}. Its traceback is above. "
-                f"Inside the `with` the others go on, and workers.restart({rank}) starts another one",
-                version=version,
-                missing=[rank],
-            ) from cause
         how = member.how
-        if before:
-            before += "; its own output may have the reason"
-            if member.process.exitcode == 1:  # it could not import the main file
-                before += '. A script needs `if __name__ == "__main__":` around its start'
-        raise WorkerDied(
-            f"worker {rank} died ({how}){before}. Start another one with workers.restart({rank}), or pass "
-            "restart= for that",
-            version=version,
-            missing=[rank],
-        )
+        kind: type[WorkerFailed | WorkerDied] = WorkerDied
+        if member.failure is not None:
+            kind = WorkerFailed
+            words = (
+                f"worker {rank} ({how}) raised {member.failure.summary.rstrip('.')}. Its traceback is above. "
+                f"Inside the `with` the others go on, and workers.restart({rank}) starts another one"
+            )
+        else:
+            self._free_rows(member)  # or the next wait would find them, and raise its death again
+            if before:
+                before += "; its own output may have the reason"
+                if member.process.exitcode == 1:  # it could not import the main file
+                    before += '. A script needs `if __name__ == "__main__":` around its start'
+            words = (
+                f"worker {rank} died ({how}){before}. Start another one with workers.restart({rank}), or pass restart= "
+                "for that"
+            )
+        error = kind(words, version=version or self._writer.current[0], missing=[rank])
+        if member.failure is not None:
+            error.__cause__ = member.failure.exception()
+            error.__cause__.__cause__ = RemoteTraceback(member.failure.trace)
+        return error
 
 
 class WorkerQueue(queues.Queue):

@@ -39,11 +39,9 @@ def test_a_worker_may_have_children_and_a_bound_module():
             assert answers.get() == (2, 8.0)
 
 
-@pytest.mark.parametrize("form", ["object", "partial"])
-def test_callables_that_hold_a_queue(pub, form):
+def test_a_callable_that_holds_a_queue(pub):
     answers = queue()
-    work = jobs.Job(answers) if form == "object" else functools.partial(jobs.return_at_once, answers=answers)
-    with shmsync.Workers(pub, work, 2):
+    with shmsync.Workers(pub, functools.partial(jobs.return_at_once, answers=answers), 2):
         assert sorted(answers.get() for _ in range(2)) == [0, 1]
 
 

@@ -1,23 +1,13 @@
-"""Which counters of the kernel say that a process was killed for lack of memory."""
+"""A kill for lack of memory, which the kernel counts, is named."""
 
 from __future__ import annotations
 
 import pytest
 
 import shmsync
-from shmsync.workers.process import memory_kills
 from support.jobs import workers as jobs
 from support.processes import kill
 from support.weights import stamped
-
-
-def test_the_counter_of_kills_is_found_among_others(tmp_path):
-    vmstat = tmp_path / "vmstat"
-    vmstat.write_text("nr_free_pages 71\noom_kill 3\ndrop_pagecache 9\n")
-    assert memory_kills(vmstat) == 3
-    vmstat.write_text("oom_kill nonsense\n")
-    assert memory_kills(vmstat) == 0
-    assert memory_kills(tmp_path / "missing") == 0
 
 
 def test_a_kill_for_memory_is_named(monkeypatch):

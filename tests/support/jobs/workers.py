@@ -129,17 +129,6 @@ def forward(sub, answers):
             answers.put((version, policy(torch.ones(1, 4)).item()))
 
 
-class Job:
-    """A callable object."""
-
-    def __init__(self, answers):
-        self.answers = answers
-
-    def __call__(self, sub):
-        self.answers.put(sub.worker)
-        apply(sub)
-
-
 def put_or_fail(sub, answers):
     for version in sub.versions():
         if version == 1:
