@@ -175,7 +175,7 @@ class Publisher:
                 after an event, do not change these weights before the version is published.
 
         Returns:
-            The new version. On a device it is visible when its copy has ended; `wait=[]` waits for that.
+            The new version. From or on a GPU it is visible when its copy has ended; `wait=[]` waits for that.
 
         Raises:
             ManifestMismatch: the weights do not fit. After this and the next four errors nothing was published.

@@ -31,6 +31,7 @@ def test_every_local_link_of_the_docs_resolves():
     [
         ("schemes.md", "## A transport of your own", ["socket_transport.py"]),
         ("guides/leagues.md", "", ["self_play.py", "population.py"]),
+        ("gpu.md", "", ["gpu_learner.py"]),
     ],
 )
 def test_a_page_shows_parts_of_its_examples(page, section, programs):
