@@ -85,6 +85,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
     _receiver: Receiver | None = None
     _generation = -1  # of the process that is the trainer
     _shut = False
+    _initialized_on_sender: bool  # TorchRL's
 
     # The trainer
 
