@@ -65,9 +65,9 @@ class WeightSyncScheme(ABC):
     """
 
     _for_torchrl: ClassVar[str] = (  # what to give TorchRL's collectors instead
-        "Give Collector, MultiSyncCollector and MultiAsyncCollector shmsync.integrations.torchrl."
-        "ShmWeightSyncScheme() and RayCollector, RPCCollector and DistributedCollector the "
-        "RayWeightSyncScheme(), RPCWeightSyncScheme() and DistributedWeightSyncScheme() of torchrl.weight_update"
+        "Give MultiSyncCollector and MultiAsyncCollector shmsync.integrations.torchrl.ShmWeightSyncScheme(), "
+        "RayCollector, RPCCollector and DistributedCollector the RayWeightSyncScheme(), RPCWeightSyncScheme() and "
+        "DistributedWeightSyncScheme() of torchrl.weight_update, and a Collector none"
     )
     _over = False
 

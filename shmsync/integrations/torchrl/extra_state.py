@@ -105,17 +105,9 @@ def unpacked(weights: TensorDictBase) -> Any:
     """Weights read from an arena, with the extra state unpacked, in a form that a scheme can send."""
     if LEAF not in weights.keys():  # noqa: SIM118
         return weights
-    return _under_their_keys(without(weights), states_in(weights.get(LEAF)))
-
-
-def as_state_dict(weights: Any) -> dict[str, Any]:
-    """Weights of any form as a state_dict() has them: tensors by dotted key, and extra states."""
-    return _under_their_keys(*separate(weights))
-
-
-def _under_their_keys(tensors: Any, states: States | None) -> dict[str, Any]:
-    named = {f"{path}.{STATE_KEY}" if path else STATE_KEY: state for path, state in (states or {}).items()}
-    return {**flat(tensors), **named}
+    states = states_in(weights.get(LEAF))
+    named = {f"{path}.{STATE_KEY}" if path else STATE_KEY: state for path, state in states.items()}
+    return {**flat(without(weights)), **named}
 
 
 def set_states(module: nn.Module, weights: TensorDictBase) -> None:

@@ -42,7 +42,7 @@ class Failures(_End):
 
     def received(self) -> list[tuple[int, Failure]]:
         """What has come, oldest first, with the worker. Messages of other users are dropped, and not unpickled."""
-        found = []
+        found: list[tuple[int, Failure]] = []
         while True:
             try:
                 data, ancillary, _, _ = self._socket.recvmsg(_LARGEST, socket.CMSG_SPACE(_UCRED.size))

@@ -23,10 +23,10 @@ class FrameStamp:
 
     Args:
         collector: with a tracker.
-        used: the version that the calling thread's last forward used; None: the collector counts updates itself.
+        used: the version that the calling thread's last forward used.
     """
 
-    def __init__(self, collector: Any, used: Callable[[], int] | None = None) -> None:
+    def __init__(self, collector: Any, used: Callable[[], int]) -> None:
         self._tracker: Any = collector.policy_version_tracker
         self._collector, self._used = weakref.ref(collector), used
         self._counted, self._stamped = FIRST, self._tracker.version
@@ -37,10 +37,10 @@ class FrameStamp:
         tracker = self._tracker
         step = _own_step(tracker)
         if tensordict is not None:  # None: a reset, perhaps of some environments, which ends no frame
-            if self._used is not None and (used := self._used()) > self._counted:
-                for _ in range(used - self._counted):
-                    tracker.increment_version()
-                self._counted = used
+            used, before = self._used(), self._counted
+            self._counted = max(used, before)
+            for _ in range(used - before):
+                tracker.increment_version()
             if tracker.version != self._stamped:
                 self._stamped = tracker.version
                 # With devices the collector's own TensorDict is another one than the environment's input.
@@ -59,5 +59,5 @@ def _own_step(tracker: Any) -> Any:
 
 def has_versions(collector: Any) -> bool:
     """Does this collector stamp its frames, as yet without a FrameStamp?"""
-    tracker = getattr(collector, "policy_version_tracker", None)
+    tracker: Any = getattr(collector, "policy_version_tracker", None)
     return hasattr(tracker, "increment_version") and not isinstance(tracker._step, FrameStamp)

@@ -5,26 +5,22 @@ from __future__ import annotations
 import weakref
 from typing import Any, Literal
 
-import torch
 from tensordict import TensorDictBase
 from torchrl.weight_update import weight_sync_schemes as _torchrl
 
 from ... import _native
 from ...engine.deadlines import timeout_or_default, timeout_or_none
 from ...engine.source.dtypes import Dtypes, check_dtypes
-from ...errors import ClosedError, ManifestMismatch, ProtocolError
+from ...errors import ClosedError, ProtocolError
 from ...schemes.devices import DeviceChoice, WorkerDevices
 from ...schemes.strategy import WeightStrategy, has_dotted_keys
-from . import extra_state
-from .frames import FrameStamp, has_versions
 from .receiver import Names, Receiver
 from .sender import Sender
 from .weights import first_weights, resolve
 
 NOT_DISTRIBUTED = (
-    "ShmWeightSyncScheme shares memory with the processes that Collector, MultiSyncCollector and MultiAsyncCollector "
-    "start; a {} takes RayWeightSyncScheme(), RPCWeightSyncScheme() or DistributedWeightSyncScheme() of "
-    "torchrl.weight_update"
+    "ShmWeightSyncScheme shares memory with the processes that MultiSyncCollector and MultiAsyncCollector start; a {} "
+    "takes RayWeightSyncScheme(), RPCWeightSyncScheme() or DistributedWeightSyncScheme() of torchrl.weight_update"
 )
 _FRESH = "give each collector its own scheme: a new one, or a copy, pickle.loads(pickle.dumps(scheme))"
 
@@ -89,6 +85,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
     _receiver: Receiver | None = None
     _generation = -1  # of the process that is the trainer
     _shut = False
+    _initialized_on_sender: bool  # TorchRL's
 
     # The trainer
 
@@ -106,21 +103,21 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
     ) -> None:
         """Take the first weights, in each form that SharedMemWeightSyncScheme takes. connect() copies their values.
 
-        Raises ProtocolError for a collector over Ray, RPC or torch.distributed.
+        Raises ProtocolError for a collector of one process, and for one over Ray, RPC or torch.distributed.
         """
         self._check_open()
         if any(kind.__module__.startswith("torchrl.collectors.distributed") for kind in type(context).__mro__):
             raise ProtocolError(NOT_DISTRIBUTED.format(type(context).__name__))
+        if context is not None and getattr(context, "num_workers", None) is None:
+            raise ProtocolError(
+                f"a {type(context).__name__} of one process is its own worker: leave weight_sync_schemes= out, its "
+                "update_policy_weights_() needs none. weight_recv_schemes= takes a scheme that another process sends to"
+            )
         self._generation = _native.fork_generation()
         self.model_id = model_id
         self.context = context
         if self._sender is not None:
             self._sender.close()
-            self._sender = None
-        if context is not None and getattr(context, "num_workers", None) is None:  # it is its own worker
-            if model_id == "policy" and has_versions(context):
-                FrameStamp(context)
-            return
         first = first_weights(model_id=model_id, context=context, **given)
         self._devices.check_workers(len(first.sources))
         self._sender = Sender(
@@ -141,10 +138,10 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
     ) -> None:
         """Make the arenas, and wait for no worker: workers find them by name."""
         self._check_open()
-        if self._sender is not None:
-            self._sender.open(self._prepared)
-            if weights is not None:
-                self._send(weights, None, wait=False)
+        assert self._sender is not None
+        self._sender.open(self._prepared)
+        if weights is not None:
+            self._send(weights, None, wait=False, timeout=None)
 
     def send(self, weights: Any = None, worker_ids: Any = None, *, timeout: float | None = None) -> int:
         """Publish weights, and (with sync) wait until the workers have applied them. Returns the newest version.
@@ -166,36 +163,13 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             raise RuntimeError("Must be synchronized on sender before sending weights: call connect()")
         return self._send(weights, worker_ids, wait=self.sync, timeout=timeout)
 
-    def _send(self, weights: Any, worker_ids: Any, *, wait: bool, timeout: float | None = None) -> int:
+    def _send(self, weights: Any, worker_ids: Any, *, wait: bool, timeout: float | None) -> int:
         model_id, sender = self._model_id or "policy", self._sender
+        assert sender is not None
         if isinstance(weights, str):
             weights = super().prepare_weights(weights, model_id, self._strategy, self.context)
-        if sender is None:
-            self._apply_here(model_id, weights)
-            return 0  # a collector of one process is its own worker, and counts versions itself
         model = None if sender.first.apart else resolve(self.context, model_id)
         return sender.send(weights, worker_ids, model, self._prepared, wait=wait, timeout=timeout)
-
-    def _apply_here(self, model_id: str, weights: Any) -> None:
-        """Apply weights, all or none, to the model of a collector of one process; None: the trainer's own policy."""
-        model = resolve(self.context, model_id)
-        if weights is None and model_id == "policy":
-            weights = getattr(self.context, "_orig_policy", None)
-        if weights is None or weights is model:
-            return
-        given, whole = (extra_state.as_state_dict(each) for each in (weights, model))
-        if not self.strict:
-            given = {key: each for key, each in given.items() if key in whole} or given
-        if self.dtype is not None:  # a policy whose weights are cast has the dtypes that they are cast to
-            for key in given.keys() & whole.keys():
-                if isinstance(given[key], torch.Tensor) and given[key].is_floating_point():
-                    given[key] = given[key].to(whole[key].dtype)
-        try:
-            WeightStrategy(partial=True).apply_weights(model, given)
-        except ManifestMismatch as error:
-            raise ManifestMismatch(
-                f"{error}. ShmWeightSyncScheme(strict=False) leaves out what is unexpected, dtype= casts"
-            ) from error
 
     def _prepared(self, weights: Any) -> Any:
         if self.strategy_str == "state_dict" and hasattr(weights, "merge_and_unload"):

@@ -19,6 +19,7 @@ from ...engine.deadlines import check_worker, deadline_after, slice_until
 from ...engine.outcome import Outcome, Wording, listed
 from ...engine.publisher import Publisher, writer_of
 from ...engine.source.dtypes import Dtypes, dtypes_of
+from ...engine.source.sources import EVERYTHING, collect
 from ...engine.write.acks import RowWait
 from ...errors import ManifestMismatch, WorkerDied
 from ...memory.leftovers import new_name
@@ -52,10 +53,9 @@ class Arena:
         """What to publish here of these weights. Raises ManifestMismatch for extra state without room."""
         tensors, states = extra_state.separate(weights)
         if not strict:
-            known = {".".join(key) for key in self.by_key}
+            found = collect(tensors, EVERYTHING, self.writer.arena.manifest)
             # All of them if none has a place here, so that publishing them is refused.
-            found = extra_state.flat(tensors)
-            tensors = {key: tensor for key, tensor in found.items() if key in known} or tensors
+            tensors = {".".join(key): tensor for key, tensor in found.items() if key in self.by_key} or tensors
             here = extra_state.states_in(self.publisher.weights.get(extra_state.LEAF)) if self.room else {}
             states = {path: state for path, state in (states or {}).items() if path in here} or None
         if states is None and self.room and isinstance(tensors, nn.Module):

@@ -28,6 +28,7 @@ def make(kind, scheme, **options):
     ("kind", "scheme", "advice"),
     [
         (Collector, schemes.SharedMemWeightSyncScheme, "ShmWeightSyncScheme"),
+        (Collector, ShmWeightSyncScheme, "leave weight_sync_schemes= out"),
         (MultiSyncCollector, schemes.SharedMemWeightSyncScheme, "ShmWeightSyncScheme"),
         (MultiAsyncCollector, schemes.MultiProcessWeightSyncScheme, "ShmWeightSyncScheme"),
         (MultiSyncCollector, schemes.NoWeightSyncScheme, "Leave weight_sync_schemes= out"),

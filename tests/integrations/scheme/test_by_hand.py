@@ -99,15 +99,6 @@ def test_a_worker_whose_trainer_is_gone_says_so(sender):
         scheme.connect(worker_idx=0)
 
 
-def test_meta_parameters_become_real(sender, receiver):
-    """A collector hands its policy to workers on the meta device."""
-    sender.connect()
-    model = Tagged().to("meta")
-    receiver(sender, 0, model)
-    assert {tensor.device.type for tensor in model.state_dict().values()} == {"cpu"}
-    assert values(model) == {1}
-
-
 def test_setting_the_model_binds_the_new_one(sender, receiver):
     sender.connect()
     first, second = Tagged(), Tagged()

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
 from tensordict import TensorDict
 
-from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from support.torchrl.parts import tags
 from support.torchrl.policies import Tagged, seen
-
-CPU = [torch.device("cpu")] * 2
 
 FORMS = {
     "module": Tagged,
@@ -21,17 +16,6 @@ FORMS = {
     "nested dict": lambda tag: TensorDict.from_module(Tagged(tag)).data.to_dict(),
     "by worker": lambda tag: {0: Tagged(tag), 1: TensorDict.from_module(Tagged(tag))},
 }
-
-
-HOLDERS = {  # what a collector and a scheme are given, where the collector has no policy
-    "the scheme": lambda policy: {"model": policy, "devices": CPU},
-    "the scheme, for each worker": lambda policy: {
-        "params_map": dict.fromkeys((0, 1), TensorDict.from_module(policy))
-    },
-    "the scheme, through a map": lambda policy: {
-        "model": policy, "device_map_fn": lambda _, td: td.clone(), "num_workers": 2
-    },
-}  # fmt: skip
 
 
 def test_the_last_weights_stay_until_the_policy_changes(collector):
@@ -49,21 +33,6 @@ def test_the_last_weights_stay_until_the_policy_changes(collector):
         collecting.update_policy_weights_()
         assert tags(collecting) == [number, number], name
         assert seen(next(batches)).unique().tolist() == [number]
-
-
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_whoever_holds_the_policy(collector, holder):
-    policy = Tagged(3)
-    scheme = ShmWeightSyncScheme()
-    scheme.init_on_sender(model_id="policy", **HOLDERS[holder](policy))
-    collecting = collector(scheme=scheme, policy_factory=Tagged)
-    assert tags(collecting) == [3, 3]
-    collecting.update_policy_weights_(Tagged(5))
-    collecting.update_policy_weights_()
-    assert tags(collecting) == [5, 5]
-    policy.set(6)
-    collecting.update_policy_weights_()
-    assert tags(collecting) == [6, 6]
 
 
 def test_workers_with_policies_of_their_own_keep_their_last_weights(collector):

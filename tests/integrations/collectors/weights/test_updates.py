@@ -75,18 +75,6 @@ def test_worker_ids_choose_workers_by_index_and_by_device(collector):
     assert tags(collecting) == [9, 9]
 
 
-def test_workers_that_were_updated_alone_keep_following(collector):
-    policy = Tagged()
-    collecting = collector(policy)
-    batches = iter(collecting)
-    steps = [(0, [1, 0]), (1, [1, 2]), (None, [3, 3]), ([0], [4, 3]), (None, [5, 5])]
-    for tag, (worker_ids, expected) in enumerate(steps, start=1):
-        policy.set(tag)
-        collecting.update_policy_weights_(worker_ids=worker_ids)
-        assert tags(collecting) == expected
-        assert seen(next(batches)).float().mean(1).tolist() == expected
-
-
 def test_an_unknown_worker_is_refused_and_nothing_is_sent(collector):
     collecting = collector(Tagged())
     for worker_ids in (2, [0, 2], "cuda:0", torch.device("meta"), -1, True):
