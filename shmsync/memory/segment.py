@@ -231,8 +231,9 @@ def _checked(name: str, session: bytes | None, fd: int) -> Attachable:
 
 def session_of(name: str) -> bytes | None:
     """The session of the arena of this name; None when there is none."""
-    with opened(name) as fd:
+    with suppress(ArenaCorrupt), opened(name) as fd:
         return None if fd is None else read_header(name, fd).session
+    return None
 
 
 def _no_arena(name: str, session: bytes | None, waited: float) -> str:

@@ -473,7 +473,7 @@ class Writer:
         finally:
             self.counts.ack_wait.add(time.perf_counter() - started)
             if len(self.peers):  # a worker was late; rows that were given back need no pidfd any more
-                self.peers.keep_only({owner for _, owner in self.arena.control.owners()})
+                self.peers.keep_only({row.owner for row in self.arena.control.rows()})
 
     def applied_by(self, version: int) -> list[int]:
         """The workers whose last ack is for this version, including those that have left or died since."""
