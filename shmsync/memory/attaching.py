@@ -15,7 +15,7 @@ from .devices import OnDevice, of_kind
 from .manifest import Manifest
 from .process import Peers, me, refusals
 
-_BETWEEN_LOOKS = 0.005  # seconds, while a publisher is started again
+_BETWEEN_LOOKS = 0.001  # seconds, while a publisher is started again
 _LAST_READS = 50_000_000  # ns; close() has waited longer, this is for what was never closed
 _unfinished: list[Arena] = []
 

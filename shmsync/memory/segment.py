@@ -36,7 +36,7 @@ from .segment_file import (
 
 T = TypeVar("T")
 
-_LOOK_FOR_NAME = 0.005  # seconds between two looks for an arena that does not exist yet
+_LOOK_FOR_NAME = 0.001  # seconds between two looks for an arena that does not exist yet
 _CLOSED = 1  # the state of an arena; native/include/shmsync/layout.hpp
 
 
