@@ -48,6 +48,9 @@ def machine() -> Iterator[Row]:
     with common.crew(calls.echo, [()]) as crew:
         (samples,) = common.in_turns(partial(calls.ping_pong, crew.pipes))
     yield Row("ping-pong of one byte over a pipe", [], "here", samples)
+    with torch.no_grad():
+        plain = partial(nn.Linear(4, 2), torch.ones(1, 4))
+        yield Row("forward of a plain Linear(4, 2)", [], "here", common.in_turns(plain)[0])
     for megabytes in (1, 100):
         source, target = (torch.zeros(megabytes << 20, dtype=torch.uint8) for _ in range(2))
         copy = partial(ctypes.memmove, target.data_ptr(), source.data_ptr(), source.nbytes)

@@ -1,6 +1,6 @@
 """A trainer that serves its figures to Prometheus at http://localhost:9400/metrics.
 
-Needs `pip install 'shmsync[metrics]'`. docs/grafana.json is a dashboard for these figures.
+Needs `pip install 'shmsync[metrics]'`. examples/grafana.json is a dashboard for these figures.
 """
 
 import argparse

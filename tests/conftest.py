@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ import pytest
 HERE = str(Path(__file__).parent)
 # `support` is imported by tests, by the processes they start, and by the workers of Ray: this is the one place for it.
 sys.path.insert(0, HERE)
+sys.path.append(
+    str(Path(HERE).parent)
+)  # workers find functions of test files; last, or shmsync/ would shadow the package
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers on few cores must not each have a thread pool
 
@@ -71,13 +75,20 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.relative_to(HERE).parts[0] not in ("programs", "zoo"):  # these share nothing
             item.add_marker(pytest.mark.xdist_group(group_of(item)))
-    # Those with Ray take long, so they begin; its cluster of two nodes comes when the other one is not needed any more.
-    items.sort(key=lambda item: (group_of(item) != "ray", group_of(item), item.path.name == "test_two_nodes.py"))
+    # Those that take long begin; Ray's cluster of two nodes comes when the other one is not needed any more.
+    items.sort(key=lambda item: (*rank(group_of(item)), item.path.name == "test_two_nodes.py"))
+
+
+def rank(group):
+    return not group.startswith(("ray", "torchrl")), group
 
 
 def group_of(item):
-    """One Ray at a time: starting it takes both cores for half a minute."""
-    return "ray" if item.path.parent.name == "ray" else str(item.path.relative_to(HERE))
+    """One Ray, and two fork servers that have TorchRL imported: each takes a core for a while to start."""
+    where = item.path.relative_to(HERE)
+    if where.parts[:2] == ("integrations", "collectors"):
+        return f"torchrl {zlib.crc32(where.name.encode()) % 2}"
+    return "ray" if where.parent.name == "ray" else str(where)
 
 
 def collect_garbage():

@@ -1,14 +1,18 @@
-"""The policy of a worker: called with its own copy of the observations; what it returns is checked and recorded."""
+"""The policy of a worker: how it gets there, how it is called, and how what it returns is checked and recorded."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
+from types import FunctionType
 from typing import Any
 
+import cloudpickle
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from ..engine.source.leaf_check import is_a
 from ..errors import DataMismatch
 from ..memory.arena import nested
 from ..memory.devices import named
@@ -17,6 +21,52 @@ from .buffers import RESULTS, Leaves
 from .spaces import OBSERVATION, Part
 
 ACTION: Key = ("action",)
+
+
+def pack(policy: nn.Module, *, values: bool) -> bytes:
+    """Pickle the policy for the workers. Without `values`, its parameters are left to shared memory.
+
+    What torch.compile() has wrapped, in the policy or around it, arrives as what it was: compiled code does not travel.
+    """
+    file = io.BytesIO()
+    _PolicyPickler(file, set() if values else {id(parameter) for parameter in policy.parameters()}).dump(policy)
+    return file.getvalue()
+
+
+class _PolicyPickler(cloudpickle.Pickler):
+    def __init__(self, file: io.BytesIO, left_out: set[int]) -> None:
+        super().__init__(file)
+        self._left_out = left_out
+
+    def reducer_override(self, obj: Any) -> Any:
+        if id(obj) in self._left_out:
+            return nn.Parameter, (torch.empty_like(obj, device="meta").detach(), obj.requires_grad)
+        if type(obj) in (torch.Tensor, nn.Parameter) and obj.device.type not in ("cpu", "meta"):
+            home = obj.detach().cpu()  # a worker may not see the trainer's device
+            return (nn.Parameter, (home, obj.requires_grad)) if type(obj) is nn.Parameter else (_itself, (home,))
+        if is_a(obj, "torch._dynamo.eval_frame", "OptimizedModule"):
+            return _itself, (obj._orig_mod,)
+        if isinstance(obj, FunctionType) and hasattr(obj, "_torchdynamo_orig_callable"):
+            return _itself, (obj._torchdynamo_orig_callable,)
+        return super().reducer_override(obj)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def bring(policy: nn.Module, device: str) -> None:
+    """Move what the policy has brought along to a device; parameters without values get theirs from shared memory."""
+    found = named(device)
+    there = torch.device("cpu") if found is None else found.torch_device
+    for tensor in (*policy.parameters(), *policy.buffers()):
+        if tensor.device.type != "meta" and tensor.device != there:
+            moved = tensor.data.to(there)
+            try:
+                tensor.data = moved
+            except RuntimeError:  # torch does so between the host and CUDA, not for every type of device
+                is_parameter = isinstance(tensor, nn.Parameter)
+                torch.utils.swap_tensors(tensor, nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved)
 
 
 class Actor:
@@ -37,15 +87,26 @@ class Actor:
         self._known: frozenset[Key] = frozenset()
 
     def act(self) -> Mapping[Key, torch.Tensor]:
-        """Call the policy on the newest observations. Returns its outputs by key."""
-        given = self._input()
+        """Call the policy on the newest observations. Returns its outputs by key.
+
+        It gets its own copy, which it may write into and keep: a TensorDict where it takes one, else the observation.
+        """
+        tensors = {part.key: torch.from_numpy(part.now.copy()) for part in self._parts}
+        if self._there is not None:
+            tensors = {key: tensor.to(self._there) for key, tensor in tensors.items()}
+        given: Any
+        if self._plain:
+            given = tensors[OBSERVATION]
+        else:
+            given = nested(tensors) if self._takes_tensordict else nested(tensors)[OBSERVATION[0]]
+            given.batch_size = torch.Size([self._count])
         recording = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # what torch.no_grad() does, for a tenth of its time
         try:
             out = self._policy(given)
         finally:
             torch._C._set_grad_enabled(recording)
-        if type(out) is torch.Tensor:
+        if isinstance(out, torch.Tensor):
             found: Mapping[Key, Any] = {ACTION: out}
         elif self._out_keys is not None:
             found = {key: out.get(key) for key in self._out_keys}
@@ -96,39 +157,21 @@ class Actor:
                 "the same keys each time"
             )
         for key, tensor, array, shape in self._wanted[buffer]:
-            value = output(out, key)
+            value = output(out, key).detach()
             if value.shape != shape or value.dtype is not tensor.dtype:
                 raise DataMismatch(
                     f"the policy returned {'.'.join(key)!r} as {value.dtype} {tuple(value.shape)} but its first "
                     f"was {tensor.dtype} {shape}; it must return the same form each time"
                 )
-            if value.requires_grad:
-                value = value.detach()
-            if array is not None and _is_plain(value):
-                array[rows, steps] = value.numpy()[rows]
+            # NumPy is sooner, but has neither other devices nor lazy conjugates.
+            if array is not None and type(value) is torch.Tensor and value.is_cpu and not value.is_conj():
+                array[rows, steps] = value.resolve_neg().numpy()[rows]
             else:
                 tensor[rows, steps] = value[rows]
 
-    def _input(self) -> Any:
-        """What the policy is called with: its own copy, which it may write into and keep.
-
-        A TensorDict for policies that take one, else the observation itself.
-        """
-        if self._plain:
-            given = torch.from_numpy(self._parts[0].now.copy())
-            return given if self._there is None else given.to(self._there)
-        tensors = {part.key: torch.from_numpy(part.now.copy()) for part in self._parts}
-        if self._there is not None:
-            tensors = {key: tensor.to(self._there) for key, tensor in tensors.items()}
-        made = nested(tensors) if self._takes_tensordict else nested(tensors)[OBSERVATION[0]]
-        made.batch_size = torch.Size([self._count])
-        return made
-
 
 def _by_key(out: Any) -> Mapping[Any, torch.Tensor]:
-    """What a policy returned, by key: a tensor is the action. Raises TypeError when there is no action in it."""
-    if isinstance(out, torch.Tensor):
-        return {ACTION: out}
+    """What a policy returned, by key. Raises TypeError when there is no action in it."""
     items = out.items(True, True) if hasattr(out, "batch_size") else out.items() if isinstance(out, Mapping) else ()
     found = {key if isinstance(key, tuple) else (key,): value for key, value in items}
     if ACTION not in found:
@@ -156,8 +199,3 @@ def _array(tensor: torch.Tensor) -> NDArray[Any] | None:
         return tensor.numpy()
     except TypeError:  # bfloat16
         return None
-
-
-def _is_plain(value: torch.Tensor) -> bool:
-    """Can NumPy read it? Not from other devices, nor lazy conjugates."""
-    return type(value) is torch.Tensor and value.is_cpu and not value.is_conj() and not value.is_neg()

@@ -19,12 +19,12 @@ from ..errors import ClosedError, WorkerDied
 from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
 from ..schemes.devices import DeviceChoice, WorkerDevices
 from ..schemes.strategy import WeightStrategy
-from .batches import Batches
-from .options import LAST_SEED, CollectorOptions, OnLag, WorkerSpec
-from .policy_packing import pack
-from .pool import WorkerPool
+from .acting import pack
+from .collector_process import WorkerSpec
+from .pool import CollectorOptions, OnLag, WorkerPool
 
 START_TIMEOUT = 120.0  # seconds
+LAST_SEED = 1 << 62  # what Gymnasium, NumPy and torch all take, with room for those of each environment
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,7 @@ class MultiprocessCollector:
         self._options = options = CollectorOptions(
             num_workers=whole("num_workers", num_workers, 1),
             frames_per_batch=whole("frames_per_batch", frames_per_batch, 1),
-            envs_per_worker=whole("envs_per_worker", envs_per_worker, 1),
             total_frames=whole("total_frames", total_frames, -1),
-            seed=None if seed is None else whole("seed", seed, 0, LAST_SEED),
             max_lag=math.inf if max_lag is None else whole("max_lag", max_lag, 0),
             on_lag=on_lag,
             sync=sync,
@@ -132,6 +130,8 @@ class MultiprocessCollector:
             timeout=timeout_or_default(timeout, math.inf),
             start_timeout=timeout_or_default(start_timeout, START_TIMEOUT, "start_timeout"),
         )
+        count = whole("envs_per_worker", envs_per_worker, 1)
+        base = secrets.randbits(31) if seed is None else whole("seed", seed, 0, LAST_SEED)
         makers = create_env_fn if isinstance(create_env_fn, Sequence) else [create_env_fn] * options.num_workers
         if len(makers) != options.num_workers:
             raise ValueError(
@@ -140,33 +140,30 @@ class MultiprocessCollector:
             )
         if on_lag not in ("warn", "drop"):
             raise ValueError(f'on_lag is "warn" or "drop", not {on_lag!r}')
-        options.steps(options.envs_per_worker)  # refuses what does not divide evenly
-        if device is None and "device" in getattr(weight_sync_scheme, "sender_takes", ()):
+        options.steps(count)  # refuses what does not divide evenly
+        if device is None:
             device = getattr(weight_sync_scheme, "device", None)
         devices = WorkerDevices(device)
         devices.check_workers(options.num_workers)
         self.policy = policy
         self._frames = self._batches_out = 0
         scheme = SharedMemWeightSyncScheme() if weight_sync_scheme is None else weight_sync_scheme
-        base = secrets.randbits(31) if options.seed is None else options.seed
         packed = pack(policy, values=not isinstance(scheme, SharedMemWeightSyncScheme))
         specs = [
             WorkerSpec(
                 index,
-                cloudpickle.dumps([maker] * options.envs_per_worker),
+                cloudpickle.dumps([maker] * count),
                 packed,
                 scheme,
-                base + index * options.envs_per_worker,
+                base + index * count,
                 device=devices.of(index),
             )
             for index, maker in enumerate(makers)
         ]
         self._pool = WorkerPool(specs, scheme, options, devices, start_method)
-        self._batches = Batches(self._pool, options)
         self._finalizer = util.Finalize(self, self._pool.end, exitpriority=30)
         try:
             self._pool.start(policy)
-            self._batches.begin()
         except BaseException:
             self._pool.end()
             raise
@@ -179,7 +176,7 @@ class MultiprocessCollector:
         self._go_on()
         if 0 <= self._options.total_frames <= self._frames:
             raise StopIteration
-        batch = self._batches.next()
+        batch = self._pool.next_batch()
         self._frames += batch.numel()
         self._batches_out += 1
         return batch
@@ -210,7 +207,7 @@ class MultiprocessCollector:
     def stats(self) -> CollectorStats:
         """Counts so far."""
         return CollectorStats(
-            self._frames, self._batches_out, self._batches.dropped, self._pool.restarts, self._pool.sender.version
+            self._frames, self._batches_out, self._pool.dropped, self._pool.restarts, self._pool.sender.version
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from gymnasium import vector
 from numpy.typing import NDArray
 
 from ..errors import DataMismatch
-from .env_values import LARGEST_FLOAT32, flag, flags, number, numbers
-from .spaces import Part, leaf
+from .spaces import Part, leaf, one_each
 
 SAME_STEP, NEXT_STEP, DISABLED = "SAME_STEP", "NEXT_STEP", "DISABLED"  # the names of gymnasium.vector.AutoresetMode
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class End(NamedTuple):
@@ -39,16 +39,10 @@ class Results(NamedTuple):
     """What the newest step of so many environments gave: arrays `[n, ...]` that are written in place."""
 
     parts: list[Part]  # the observations that the policy sees next
-    reward: NDArray[np.float64]
+    reward: NDArray[np.float32]
     acting: NDArray[np.bool_]  # which of them take an action in the next step, not a reset
     ends: list[End]
     first: int = 0  # the row of the first of them among those of the worker
-
-    @classmethod
-    def of(cls, parts: list[Part]) -> Results:
-        """Those of all environments of a worker."""
-        count = len(parts[0].now)
-        return cls(parts, np.zeros(count), np.ones(count, np.bool_), [])
 
     def of_rows(self, first: int, count: int) -> Results:
         """Those of some of the environments, in the same memory."""
@@ -88,30 +82,29 @@ class SingleEnvs:
         """Let each of them step, and reset those whose episodes end."""
         parts, rewards, _, ends, _ = self._results
         for i, (env, action) in enumerate(zip(self._envs, self._actions, strict=True)):
-            result = env.step(action)
-            if type(result) is not tuple or len(result) != 5:
-                check_returned(result, "step()")
-            observation, reward, terminated, truncated, _ = result
+            observation, reward, terminated, truncated, _ = _returned(env.step(action), _STEP)
+            # Nearly all values are what they should be: a look at their types is sooner than arrays of one element.
             for part in parts:
                 value = observation if not part.path else None
                 if not (type(value) is np.ndarray and value.dtype is part.dtype and value.shape == part.shape):
                     value = leaf(observation, part, part.shape, "step()")
                 part.now[i] = value
-            if not (type(reward) is float and -LARGEST_FLOAT32 <= reward <= LARGEST_FLOAT32):
-                reward = number(reward, "the reward of step()")
+            if not (type(reward) is float and -_LARGEST <= reward <= _LARGEST):
+                reward = one_each(reward, 1, np.float32, "the reward of step()")[0]
             rewards[i] = reward
             if terminated is False and truncated is False:
                 continue
-            terminated, truncated = flag(terminated, "terminated of step()"), flag(truncated, "truncated of step()")
+            terminated = bool(one_each(terminated, 1, np.bool_, "terminated of step()")[0])
+            truncated = bool(one_each(truncated, 1, np.bool_, "truncated of step()")[0])
             if terminated or truncated:
                 ends.append(End(i, terminated, truncated, [part.now[i].copy() for part in parts]))
                 self._reset_one(i, None)
 
     def _reset_one(self, i: int, seed: int | None) -> None:
         result = self._envs[i].reset() if seed is None else self._envs[i].reset(seed=seed)
-        check_returned(result, "reset()")
+        observation, _ = _returned(result, _RESET)
         for part in self._results.parts:
-            part.now[i] = leaf(result[0], part, part.shape, "reset()")
+            part.now[i] = leaf(observation, part, part.shape, "reset()")
 
 
 class VectorEnvs:
@@ -120,7 +113,6 @@ class VectorEnvs:
     def __init__(self, env: Any, results: Results) -> None:
         self._env = env
         self._results = results
-        self._count = int(env.num_envs)
         self._mode = _mode(env)
         self._masks = self._mode == DISABLED or (self._mode == NEXT_STEP and _takes_masks(env))
         self.uneven = self._mode == NEXT_STEP and not self._masks
@@ -147,30 +139,31 @@ class VectorEnvs:
     def finish(self) -> None:
         """Wait until it has stepped, and reset those whose episodes have ended, where it takes a mask."""
         result = self._env.step_wait() if self._apart else self._env.step(self._actions)
-        check_returned(result, "step()")
-        observation, reward, terminated, truncated, info = result
+        observation, reward, terminated, truncated, info = _returned(result, _STEP)
         parts, rewards, acting, ends, first = self._results
-        rewards[:] = numbers(reward, self._count, "the reward of step()")
-        terminated = flags(terminated, self._count, "terminated of step()")
-        truncated = flags(truncated, self._count, "truncated of step()")
+        rewards[:] = one_each(reward, len(rewards), np.float32, "the reward of step()")
+        terminated = one_each(terminated, len(rewards), np.bool_, "terminated of step()")
+        truncated = one_each(truncated, len(rewards), np.bool_, "truncated of step()")
         done = terminated | truncated
         for part in parts:
             part.now[...] = leaf(observation, part, part.now.shape, "step()")
-        if done.any():
-            # Where the ended episodes led is in the info of the step, or in its observation until they are reset.
-            led = _final_obs(info) if self._mode == SAME_STEP else None
-            for i in done.nonzero()[0].tolist():
-                leaves = [part.now[i].copy() if led is None else _final(led, i, part) for part in parts]
-                ends.append(End(first + i, bool(terminated[i]), bool(truncated[i]), leaves))
-            if self._masks:
-                self._take_reset(self._env.reset(options={"reset_mask": done}))
         if self.uneven:
+            rewards[~acting] = 0.0  # of a reset
+            done &= acting
             acting[:] = ~done
+        if not done.any():
+            return
+        # Where the ended episodes led is in the info of the step, or in its observation until they are reset.
+        for i in done.nonzero()[0].tolist():
+            led = [part.now[i].copy() if self._mode != SAME_STEP else _final(info, i, part) for part in parts]
+            ends.append(End(first + i, bool(terminated[i]), bool(truncated[i]), led))
+        if self._masks:
+            self._take_reset(self._env.reset(options={"reset_mask": done}))
 
     def _take_reset(self, result: Any) -> None:
-        check_returned(result, "reset()")
+        observation, _ = _returned(result, _RESET)
         for part in self._results.parts:
-            part.now[...] = leaf(result[0], part, part.now.shape, "reset()")
+            part.now[...] = leaf(observation, part, part.now.shape, "reset()")
 
 
 def is_vector(env: Any) -> bool:
@@ -191,35 +184,31 @@ def unrolled(envs: Sequence[Any]) -> list[Any] | None:
     return [each for env in envs for each in env.envs]
 
 
-_RETURNED = {
-    "step()": ("observation", "reward", "terminated", "truncated", "info"),
-    "reset()": ("observation", "info"),
-}
+_STEP = "step()", ("observation", "reward", "terminated", "truncated", "info")
+_RESET = "reset()", ("observation", "info")
 
 
-def check_returned(result: Any, call: str) -> None:
-    """Raise DataMismatch for what is not the tuple that this call returns in Gymnasium's API."""
-    names = _RETURNED[call]
-    if type(result) is not tuple or len(result) != len(names):
-        what = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
-        raise DataMismatch(
-            f"{call} returned {what}, and must return a tuple: {', '.join(names)}, as Gymnasium's API says"
-        )
+def _returned(result: Any, of: tuple[str, tuple[str, ...]]) -> Any:
+    """What a call has returned. Raises DataMismatch unless it is the tuple of Gymnasium's API."""
+    call, names = of
+    if type(result) is tuple and len(result) == len(names):
+        return result
+    what = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+    raise DataMismatch(f"{call} returned {what}, and must return a tuple: {', '.join(names)}, as Gymnasium's API says")
 
 
-def _final_obs(info: Any) -> Any:
+def _final(info: Any, i: int, part: Part) -> Any:
+    """A leaf of the last observation of environment i, of an environment that resets in the same step.
+
+    info["final_obs"] has one for each environment, or is a batch.
+    """
+    call = "step(), in info['final_obs'],"
     found = info.get("final_obs") if isinstance(info, Mapping) else None
     if found is None:
         raise DataMismatch(
             'step() has ended an episode but its info has no "final_obs", and the environment says that it resets '
             "in the same step (SAME_STEP); let it return them, or use another autoreset_mode"
         )
-    return found
-
-
-def _final(found: Any, i: int, part: Part) -> Any:
-    """A leaf of the last observation of environment i. `found` has one for each environment, or is a batch."""
-    call = "step(), in info['final_obs'],"
     if isinstance(found, Mapping):
         for name in part.path:
             found = found[name]

@@ -5,37 +5,56 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import pickle
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+from tensordict import TensorDict
 from torch import nn
 
-from ..engine.outcome import Outcome, Wording
-from ..errors import DataMismatch, WorkerDied
+from ..errors import AckTimeout, DataMismatch, WorkerDied
 from ..schemes import WeightSyncScheme
 from ..schemes.devices import WorkerDevices
-from ..workers.process import EXIT_CODE, Process, leave, wait_for_any
+from ..workers.process import Process, end, leave, wait_for_any
 from . import buffers
-from .collector_process import BATCH, COLLECT, HELLO, LAYOUT, START, STOP, run
-from .options import CollectorOptions, WorkerSpec
+from .collector_process import BATCH, COLLECT, LAYOUT, START, STOP, WorkerSpec, run
 
 PRELOADED = ["torch", "tensordict", "gymnasium", "cloudpickle", "shmsync.collectors"]
+OnLag = Literal["warn", "drop"]
 _STOPPING = 5.0  # seconds, for environments to close
-_AWAITED = "the next message of a collector's workers"
-_WORDING = Wording(
-    "an environment may be slow or stuck",
-    sent="was awaited",
-    do="send it",
-    doing="sending it",
-    after_death="Its unfinished frames are lost; restart_workers=True restarts such a worker",
-    after_lateness="Give more time with timeout=",
-)
 
 _log = logging.getLogger("shmsync")
+
+
+@dataclass(frozen=True)
+class CollectorOptions:
+    """What a collector is given, checked."""
+
+    num_workers: int
+    frames_per_batch: int
+    total_frames: int
+    max_lag: float  # math.inf: any number of versions
+    on_lag: OnLag
+    sync: bool
+    restart_workers: bool
+    timeout: float
+    start_timeout: float
+
+    def steps(self, environments: int) -> int:
+        """How many steps of each environment are in a batch, where a worker has so many of them.
+
+        Raises ValueError where the frames of a batch do not divide evenly.
+        """
+        share = environments * (self.num_workers if self.sync else 1)
+        if self.frames_per_batch % share:
+            raise ValueError(
+                f"frames_per_batch={self.frames_per_batch} does not divide evenly over the {share} environment(s) of a "
+                f"batch; use {max(1, round(self.frames_per_batch / share)) * share}"
+            )
+        return self.frames_per_batch // share
 
 
 class Member(Process):
@@ -46,25 +65,21 @@ class Member(Process):
         self.joined = False  # it has its weights and knows its buffers
         self.delivered = False  # a batch since it was started
         self.orders: list[int] = []  # the buffers that it has to fill
-        self.answers: dict[str, Any] = {}  # by word
+        self.layout: tuple[buffers.Leaves, int] | None = None  # of a frame, and the number of its environments
         self.weights, weights_there = context.Pipe()
         try:
             super().__init__(context, f"collector {spec.index}", run, (weights_there, spec), seed=spec.seed)
         finally:
             weights_there.close()
 
-    @property
-    def lost(self) -> bool:
-        """Will nothing come from it any more?"""
-        return self.over or self.failure is not None
-
     def raise_loss(self) -> None:
         """Raise what it failed with, as an exception that may end a loop or a program, or WorkerDied."""
         if self.failure is None:
-            self.process.join(EXIT_CODE)
-            outcome = Outcome(_WORDING)
-            outcome.dead[self.index] = str(self.peer)
-            raise outcome.death(_AWAITED, None)
+            raise WorkerDied(
+                f"collector worker {self.index} died ({self.how}). Its unfinished frames are lost; "
+                "restart_workers=True restarts such a worker",
+                missing=[self.index],
+            )
         self.reported = True
         error = self.failure.exception()
         if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
@@ -78,23 +93,19 @@ class Member(Process):
             self.reported = True
             _log.warning("collector worker %d failed:\n%s", self.index, self.failure.trace)
 
-    def tell(self, word: str, content: Any = None) -> None:
-        """Send a command, as far as the pipe takes it. A no-op for a dead worker: the call that waits for it raises."""
-        self.send(pickle.dumps((word, content)))
-
     def order(self, buffer: int) -> None:
         """Let it fill this buffer."""
         self.orders.append(buffer)
-        self.tell(COLLECT, buffer)
+        self.send(COLLECT, buffer)
 
-    def end(self, grace: float) -> None:
-        """As Process.end(); closes its pipe for weights too."""
-        super().end(grace)
+    def close(self) -> None:
+        """As Process.close(); closes its pipe for weights too."""
+        super().close()
         self.weights.close()
 
 
 class WorkerPool:
-    """All workers, by index, and what they use. A wait or a restart that a Ctrl-C has ended may be called again."""
+    """All workers, by index, and their batches. A call that a Ctrl-C has ended may be made again."""
 
     def __init__(
         self,
@@ -109,20 +120,24 @@ class WorkerPool:
             self._context.set_forkserver_preload(PRELOADED)
         self.members: dict[int, Member] = {}
         self.filled: dict[tuple[int, int], None] = {}  # (worker, buffer) of each batch, in the order of arrival
-        self.restarts = 0
+        self.restarts = self.dropped = 0
         self._specs = specs
         self._scheme = scheme
         self._options = options
         self._devices = devices
+        self._buffer = 0  # of the next batch, in sync mode
+        self._handed: tuple[int, int] | None = None  # (worker, buffer) that the trainer has, without sync
         self._fd = -1  # of the buffers
         self._pid = os.getpid()
+
+    # ---- their life
 
     def start(self, policy: nn.Module) -> None:
         """Start all workers, send them their first weights, and give them their rows of the batches."""
         deadline = time.monotonic() + self._options.start_timeout
         members = [self._start_process(spec) for spec in self._specs]
-        self._answers(HELLO, deadline, self.members)
-        place: dict[str, Any] = {} if self._devices.unset else {"device": self._devices}
+        places = self._devices.distinct  # on several devices each policy has its own copy, and the arena is the host's
+        place: dict[str, Any] = {"device": places[0]} if len(places) == 1 else {}
         with self.reasons():
             self._scheme.init_on_sender(
                 "policy",
@@ -134,8 +149,9 @@ class WorkerPool:
             self.sender = self._scheme.get_sender()
             self.sender.send(timeout=self._options.start_timeout)
         for member in members:
-            member.tell(LAYOUT)
-        leaves, count = _agreed(self._answers(LAYOUT, deadline, self.members))
+            member.send(LAYOUT)
+        self._wait(lambda: all(member.layout for member in members), deadline, self.members)
+        leaves, count = _agreed([member.layout for member in members])
         steps = self._options.steps(count)
         # A worker's environments are numbered after those of the workers before it, and seeded so: the same seed gives
         # the same frames, however they are made.
@@ -147,17 +163,17 @@ class WorkerPool:
         self.memory, self._fd = buffers.create(leaves, count * len(self._specs), steps)
         for spec in self._specs:
             self._join(spec)
+            for buffer in () if self._options.sync else range(buffers.BUFFERS):  # without sync they fill all at once
+                self.members[spec.index].order(buffer)
 
     def restart(self, index: int) -> None:
         """Start a worker again; it joins at the newest version, and does again what it had not delivered."""
-        deadline = time.monotonic() + self._options.start_timeout
         self.restarts += 1
         self.members[index].log_loss()
         _log.warning("collector worker %d was lost, and is started again", index)
         # Another stretch of the same seed would repeat the frames that the dead one has delivered already.
         spec = replace(self._specs[index], seed=self._specs[index].seed + 7919 * self.restarts)
         member = self._start_process(spec)
-        self._answers(HELLO, deadline, [index])
         with self.reasons():
             self.sender.register_worker(index, member.weights, member.process)
             resend = getattr(self.sender, "resend", None)  # not in schemes without pipes
@@ -170,68 +186,15 @@ class WorkerPool:
         for index in [index for index, member in self.members.items() if not member.joined]:
             self.restart(index)
 
-    def rows(self, index: int) -> slice:
-        """A worker's rows of a batch."""
-        return slice(*self._specs[index].rows)
-
-    @contextmanager
-    def reasons(self, *, restarts: bool = False) -> Iterator[None]:
-        """Raise what ended a worker in place of a send's WorkerDied; `restarts`: not if it can start again."""
-        try:
-            yield
-        except WorkerDied as error:
-            for index in error.missing:
-                member: Any = self.members.get(index) if isinstance(index, int) else None
-                if member is None:
-                    continue
-                self.read(member)
-                if member.failure is not None and not (restarts and member.delivered):
-                    member.raise_loss()
-            raise
-
-    def read(self, member: Member) -> None:
-        """Handle what a worker has sent, and write what its pipe takes now."""
-        member.read()
-        while member.received:
-            word, content = member.received[0]
-            del member.received[0]
-            if word == BATCH:
-                member.delivered = True
-                member.orders.remove(content)
-                self.filled[member.index, content] = None
-            else:
-                member.answers[word] = content
-
-    def wait(self, done: Callable[[], Any], deadline: float, workers: Iterable[int]) -> Member | None:
-        """Until done(), or one of these workers has failed or died: it is returned.
-
-        Raises AckTimeout when neither is so at the deadline.
-        """
-        waiting = {index: self.members[index] for index in workers}
-        for member in waiting.values():
-            self.read(member)
-        while not done():
-            lost = next((member for member in waiting.values() if member.lost), None)
-            if lost is not None:
-                return lost
-            if time.monotonic() >= deadline:
-                outcome = Outcome(_WORDING)
-                outcome.add_late({index: member.peer for index, member in waiting.items()})
-                raise outcome.lateness(_AWAITED, None)
-            wait_for_any(waiting, deadline)
-            for member in waiting.values():
-                self.read(member)
-        return None
-
     def end(self) -> None:
         """End the workers, then what they used. Idempotent. A Ctrl-C meanwhile ends the workers at once."""
         if self._pid != os.getpid():  # this is a forked child that ends; the workers are the trainer's
             return
         try:
-            leave(self.members, pickle.dumps((STOP, None)), time.monotonic() + _STOPPING)
+            leave(self.members, STOP, time.monotonic() + _STOPPING)
         finally:
+            end(self.members, 0.0)
             for member in self.members.values():
-                member.end(0.0)
                 member.log_loss()
             self.members = {}
             if self._fd >= 0:
@@ -244,7 +207,7 @@ class WorkerPool:
         earlier = self.members.get(spec.index)
         if earlier is not None:
             earlier.joined = False  # a Ctrl-C before the new one has joined: restart() is called again
-            earlier.end(0.0)
+            earlier.close()
         member = Member(self._context, spec)
         if earlier is not None:
             member.orders = earlier.orders
@@ -253,27 +216,115 @@ class WorkerPool:
 
     def _join(self, spec: WorkerSpec) -> None:
         member = self.members[spec.index]
-        member.tell(START, (self.memory.spec, spec.rows, spec.seed))
+        member.send(START, (self.memory.spec, spec.rows, spec.seed))
         for buffer in member.orders:  # those of the worker before it
-            member.tell(COLLECT, buffer)
+            member.send(COLLECT, buffer)
         member.joined = True
 
-    def _answers(self, word: str, deadline: float, workers: Iterable[int]) -> dict[int, Any]:
-        """Wait until each of these workers has sent this word. Returns the content of each.
+    # ---- their batches
 
-        Raises WorkerDied, AckTimeout, or what a worker failed with.
+    def next_batch(self) -> TensorDict:
+        """Wait for a batch: with sync one from all workers, else one from whichever is ready.
+
+        Raises AckTimeout, WorkerDied or what a worker failed with.
         """
-        asked = list(workers)
-        lost = self.wait(lambda: all(word in self.members[index].answers for index in asked), deadline, asked)
-        if lost is not None:
-            lost.raise_loss()
-        return {index: self.members[index].answers[word] for index in asked}
+        while True:
+            batch = self._from_all() if self._options.sync else self._from_one()
+            lag = self.sender.version - int(batch["policy_version"].min())
+            if lag <= self._options.max_lag:
+                break
+            if self._options.on_lag == "warn":
+                warnings.warn(
+                    f"frames are {lag} versions old when they are handed out, max_lag is {self._options.max_lag}; "
+                    'send weights less often, or use on_lag="drop"',
+                    stacklevel=3,
+                )
+                break
+            self.dropped += 1  # it is collected again
+        self._buffer = (self._buffer + 1) % buffers.BUFFERS
+        return batch
+
+    def begin_round(self) -> None:
+        """Order the next batch from all workers that have neither this order yet nor filled it."""
+        for index, member in self.members.items():
+            if self._buffer not in member.orders and (index, self._buffer) not in self.filled:
+                member.order(self._buffer)
+
+    def _from_all(self) -> TensorDict:
+        self.begin_round()
+        deadline = time.monotonic() + self._options.timeout
+        self._wait(lambda: len(self.filled) == len(self.members), deadline, self.members)
+        self.filled.clear()
+        return self.memory.batch(self._buffer)
+
+    def _from_one(self) -> TensorDict:
+        if self._handed is not None:  # the trainer is done with it, or it was too old
+            index, buffer = self._handed
+            self._handed = None
+            self.members[index].order(buffer)
+        self._wait(lambda: self.filled, time.monotonic() + self._options.timeout, self.members)
+        index, buffer = self._handed = next(iter(self.filled))
+        del self.filled[index, buffer]
+        return self.memory.batch(buffer, slice(*self._specs[index].rows))
+
+    # ---- what they say
+
+    @contextmanager
+    def reasons(self, *, restarts: bool = False) -> Iterator[None]:
+        """Raise what ended a worker in place of a send's WorkerDied; `restarts`: not if it can start again."""
+        try:
+            yield
+        except WorkerDied as error:
+            for member in [self.members[index] for index in error.missing if index in self.members]:
+                self.read(member)
+                if member.failure is not None and not (restarts and member.delivered):
+                    member.raise_loss()
+            raise
+
+    def read(self, member: Member) -> None:
+        """Handle what a worker has sent."""
+        member.read()
+        while member.received:
+            word, content = member.received[0]
+            del member.received[0]
+            if word == BATCH:
+                member.delivered = True
+                member.orders.remove(content)
+                self.filled[member.index, content] = None
+            else:
+                member.layout = content
+
+    def _wait(self, done: Callable[[], Any], deadline: float, workers: Iterable[int]) -> None:
+        """Until done(). Workers that are lost meanwhile are started again, or raise; AckTimeout at the deadline."""
+        while True:
+            waiting = {index: self.members[index] for index in workers}
+            for member in waiting.values():
+                self.read(member)
+            if done():
+                return
+            lost = next((member for member in waiting.values() if member.lost), None)
+            if lost is not None:
+                if not (self._options.restart_workers and lost.delivered):
+                    lost.raise_loss()
+                self.restart(lost.index)
+            elif time.monotonic() >= deadline:
+                late = ", ".join(
+                    f"worker {index} ({member.peer}{', stopped' if member.peer.stopped else ''})"
+                    for index, member in waiting.items()
+                )
+                raise AckTimeout(
+                    f"no batch is ready in time from {late}: an environment may be slow or stuck. Give more time with "
+                    "timeout=",
+                    missing=list(waiting),
+                )
+            else:
+                wait_for_any(waiting, deadline)
 
 
-def _agreed(layouts: dict[int, tuple[buffers.Leaves, int]]) -> tuple[buffers.Leaves, int]:
-    """The layout and the number of environments that all workers have. Raises ValueError when they differ."""
+def _agreed(layouts: list[Any]) -> tuple[buffers.Leaves, int]:
+    """The layout and the number of environments that all workers have. Raises an error when they differ."""
     first, count = layouts[0]
-    for index, (layout, environments) in layouts.items():
+    for index, (layout, environments) in enumerate(layouts):
         if layout != first:
             different = sorted(".".join(key) for key in {k for k, _ in layout.items() ^ first.items()})
             raise ValueError(

@@ -14,8 +14,7 @@ from ..memory.manifest import Key
 from . import spaces
 from .acting import ACTION, Actor, output
 from .buffers import RESULTS, Buffers, Leaves
-from .envs import End, Results, SingleEnvs, VectorEnvs, is_vector, unrolled
-from .options import WorkerSpec
+from .envs import Results, SingleEnvs, VectorEnvs, is_vector, unrolled
 
 
 class Rows(NamedTuple):
@@ -37,19 +36,22 @@ class Rollout:
     `version()` says which weights the last call of the policy used.
     """
 
-    def __init__(self, envs: Sequence[Any], policy: nn.Module, version: Callable[[], int], spec: WorkerSpec) -> None:
+    def __init__(
+        self, envs: Sequence[Any], policy: nn.Module, version: Callable[[], int], worker: int, device: str | None
+    ) -> None:
         self._version = version
-        self._worker = spec.index
+        self._worker = worker
         of_vectors = is_vector(envs[0])
         prefix = "single_" if of_vectors else ""
         found = [(getattr(env, f"{prefix}observation_space"), getattr(env, f"{prefix}action_space")) for env in envs]
-        spaces.check_alike(found, spec.index)
+        spaces.check_alike(found, worker)
         space, action_space = found[0]
         self._to_env = spaces.to_env(action_space)
         singles = unrolled(envs) if of_vectors else list(envs)
         self.count = len(singles) if singles is not None else sum(int(env.num_envs) for env in envs)
-        self._new = new = Results.of(spaces.parts(space, self.count))
-        self._actor = Actor(policy, new.parts, spec.device)
+        parts = spaces.parts(space, self.count)
+        self._new = new = Results(parts, np.zeros(self.count, np.float32), np.ones(self.count, np.bool_), [])
+        self._actor = Actor(policy, parts, device)
         self._groups: list[tuple[SingleEnvs | VectorEnvs, slice]] = []
         if singles is not None:
             group = SingleEnvs(singles, new, action_space.dtype if of_vectors else None)
@@ -57,9 +59,9 @@ class Rollout:
         else:
             first = 0
             for env in envs:
-                count = int(env.num_envs)
-                self._groups.append((VectorEnvs(env, new.of_rows(first, count)), slice(first, first + count)))
-                first += count
+                rows = slice(first, first + int(env.num_envs))
+                self._groups.append((VectorEnvs(env, new.of_rows(first, int(env.num_envs))), rows))
+                first = rows.stop
         self._uneven = any(group.uneven for group, _ in self._groups)
         self._returns = np.zeros(self.count)  # of the episodes so far
 
@@ -105,19 +107,15 @@ class Rollout:
         for array in (to.terminated, to.truncated, to.done):  # so it is in every step that ends no episode
             array.fill(False)
         to.episode_return.fill(np.nan)
-        filled = np.zeros(self.count, np.int64)  # steps of each row; where environments are even, `step` is that of all
-        step = 0
-        while (filled < self._steps).any() if self._uneven else step < self._steps:
+        filled = np.zeros(self.count, np.int64)  # steps of each row
+        rows: Any = slice(None)  # into which a step is written, and as which step of each
+        at: Any = 0
+        while (filled < self._steps).any() if self._uneven else at < self._steps:
             if not between():
                 return False
-            # Which rows the step is written into, and as which step of each.
-            rows: Any = slice(None)
-            at: Any = step
-            acting = None
             if self._uneven:
-                rows = (filled < self._steps).nonzero()[0]
+                rows = (new.acting & (filled < self._steps)).nonzero()[0]
                 at = filled[rows]
-                acting = new.acting.copy()
             out = self._actor.act()
             actions = self._to_env(output(out, ACTION))
             for group, own in self._groups:
@@ -125,27 +123,24 @@ class Rollout:
             to.version[rows, at] = self._version()
             self._actor.record(buffer, out, rows, at)
             for part, before in zip(new.parts, to.before, strict=True):
-                before[rows, at] = part.now if acting is None else part.now[rows]
+                before[rows, at] = part.now[rows]
             for group, _ in self._groups:
                 group.finish()
             for part, after in zip(new.parts, to.after, strict=True):
-                after[rows, at] = part.now if acting is None else part.now[rows]
-            to.reward[rows, at] = new.reward if acting is None else new.reward[rows]
-            self._returns += new.reward if acting is None else np.where(acting, new.reward, 0.0)
-            for end in new.ends:
-                if acting is None or acting[end.row]:
-                    self._record_end(to, end, step if acting is None else int(filled[end.row]))
+                after[rows, at] = part.now[rows]
+            to.reward[rows, at] = new.reward[rows]
+            self._returns += new.reward
+            for i, terminated, truncated, leaves in new.ends:
+                step = int(filled[i]) if self._uneven else at
+                if step < self._steps:
+                    for after, led in zip(to.after, leaves, strict=True):
+                        after[i, step] = led
+                    to.terminated[i, step], to.truncated[i, step], to.done[i, step] = terminated, truncated, True
+                    to.episode_return[i, step] = self._returns[i]
+                self._returns[i] = 0.0
             new.ends.clear()
-            step += 1
-            if acting is not None:
-                filled += acting & (filled < self._steps)  # what a reset has written is written over
+            if self._uneven:
+                filled[rows] += 1
+            else:
+                at += 1
         return True
-
-    def _record_end(self, to: Rows, end: End, at: int) -> None:
-        i = end.row
-        if at < self._steps:
-            for after, led in zip(to.after, end.leaves, strict=True):
-                after[i, at] = led
-            to.terminated[i, at], to.truncated[i, at], to.done[i, at] = end.terminated, end.truncated, True
-            to.episode_return[i, at] = self._returns[i]
-        self._returns[i] = 0.0

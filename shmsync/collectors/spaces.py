@@ -1,7 +1,12 @@
-"""Gymnasium spaces as arrays: which leaves an observation has, and how an action gets back to an environment."""
+"""Gymnasium spaces as arrays, and the values of environments and policies on their way into them.
+
+Rounding to a smaller floating dtype is expected, and so is nothing else: where the value would become another one, or
+would be repeated to fill a larger shape, there is an error that names it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,9 +19,9 @@ from numpy.typing import NDArray
 from ..engine.source.leaf_check import problem_with_key
 from ..errors import DataMismatch
 from ..memory.manifest import Key
-from .env_values import cast, fit
 
 OBSERVATION: Key = ("observation",)
+_OBSERVED = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 
 class Part(NamedTuple):
@@ -53,7 +58,7 @@ def parts(space: gymnasium.Space[Any], count: int, path: Key = ()) -> list[Part]
                 )
             found += parts(inner, count, (*path, name))
         return found
-    if not isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
+    if not isinstance(space, _OBSERVED):
         raise TypeError(
             f"an observation of {type(space).__name__} has no fixed tensor form; wrap the environment, for example "
             "with gymnasium.wrappers.FlattenObservation"
@@ -70,15 +75,13 @@ def leaf(observation: Any, part: Part, shape: tuple[int, ...], call: str) -> Any
     Raises DataMismatch for one that is not there, or does not have this shape.
     """
     value = observation
-    if part.path:
-        try:
-            for name in part.path:
-                value = value[name]
-        except (KeyError, IndexError, TypeError) as error:
-            raise DataMismatch(
-                f"the observation of {call} lacks {'.'.join(part.path)}. Correct the space, or what the environment "
-                "returns"
-            ) from error
+    try:
+        for name in part.path:
+            value = value[name]
+    except (KeyError, IndexError, TypeError) as error:
+        raise DataMismatch(
+            f"the observation of {call} lacks {'.'.join(part.path)}. Correct the space, or what the environment returns"
+        ) from error
     if type(value) is np.ndarray and value.dtype == part.dtype and value.shape == shape:
         return value
     return fit(value, part.dtype, shape, f"{'.'.join(part.key)} of {call}")
@@ -86,7 +89,10 @@ def leaf(observation: Any, part: Part, shape: tuple[int, ...], call: str) -> Any
 
 def check_alike(found: Sequence[tuple[Any, Any]], worker: int) -> None:
     """Raise DataMismatch unless these pairs of observation space and action space have the same form."""
-    forms = [([(p.path, p.layout) for p in parts(seen, 0)], form(acted)) for seen, acted in found]
+    forms = []
+    for seen, acted in found:
+        bounds = "" if isinstance(acted, spaces.Box) else repr(acted)  # those of a Box may differ
+        forms.append(([(part.path, part.layout) for part in parts(seen, 0)], acted.shape, str(acted.dtype), bounds))
     for index, each in enumerate(forms):
         if each != forms[0]:
             (space, action_space), (other, other_action) = found[0], found[index]
@@ -96,30 +102,21 @@ def check_alike(found: Sequence[tuple[Any, Any]], worker: int) -> None:
             )
 
 
-def form(space: gymnasium.Space[Any]) -> tuple[Any, ...]:
-    """What two action spaces must have in common, so that one policy acts in both."""
-    details = [np.asarray(getattr(space, name, 0)).tolist() for name in ("n", "nvec", "start")]
-    return (type(space).__name__, space.shape, str(space.dtype), *details)
-
-
 def to_env(space: gymnasium.Space[Any]) -> Callable[[torch.Tensor], Any]:
     """How a batch of actions `[n, ...]` becomes n actions of this space, in a list or an array.
 
     An action is a value of the space; one of a Box may lie outside its bounds. The function raises DataMismatch for
     actions that do not fit.
     """
-    first: Any = 0
-    end: Any = None
-    if isinstance(space, spaces.Discrete):
-        first, end = int(space.start), int(space.start + space.n)
-    elif isinstance(space, spaces.MultiDiscrete):
-        first, end = space.start, space.start + space.nvec
-    elif isinstance(space, spaces.MultiBinary):
-        end = 2
-    elif not isinstance(space, spaces.Box):
+    if not isinstance(space, _OBSERVED):
         raise TypeError(f"actions of {type(space).__name__} are not supported; wrap the environment")
     shape, dtype = tuple(space.shape or ()), np.dtype(space.dtype)
-    is_discrete = isinstance(space, spaces.Discrete)
+    is_box, is_discrete = isinstance(space, spaces.Box), isinstance(space, spaces.Discrete)
+    first: Any = getattr(space, "start", 0)
+    values = 2 if isinstance(space, spaces.MultiBinary) else getattr(space, "nvec", getattr(space, "n", math.inf))
+    end = first + values
+    if is_discrete:
+        first, end = int(first), int(end)
 
     def convert(actions: torch.Tensor) -> Any:
         if tuple(actions.shape[1:]) != shape:
@@ -138,9 +135,55 @@ def to_env(space: gymnasium.Space[Any]) -> Callable[[torch.Tensor], Any]:
         else:
             # An environment may write into its action, and the policy's tensor may be a view of the weights.
             chosen = made.copy() if made is given else made
-            fits = end is None or bool(((made >= first) & (made < end)).all())
+            fits = is_box or bool(((made >= first) & (made < end)).all())
         if not fits:
             raise DataMismatch(f"the policy gave the actions {made.tolist()}, which are not all in {space}")
         return chosen
 
     return convert
+
+
+def fit(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...], what: str) -> Any:
+    """The value in this dtype and shape. Raises DataMismatch, which calls it `what`, where that would change it."""
+    array = _as_array(value, what)
+    if array.shape != shape:
+        raise DataMismatch(
+            f"{what} has shape {array.shape} but the space says {shape}; nothing is repeated to fill it. Correct the "
+            "space, or what the environment returns"
+        )
+    return cast(array, dtype, what)
+
+
+def one_each(values: Any, count: int, dtype: Any, what: str) -> NDArray[Any]:
+    """One number or truth value for each of so many environments, `[count]`. Raises DataMismatch where it is not."""
+    array = _as_array(values, what)
+    if array.size != count:
+        raise DataMismatch(f"{what} has shape {array.shape}, and must be one value for each of {count} environment(s)")
+    return cast(array.reshape(-1), np.dtype(dtype), what)
+
+
+def cast(array: NDArray[Any], dtype: np.dtype[Any], what: str) -> NDArray[Any]:
+    """The array in this dtype. Raises DataMismatch where a value would become another one."""
+    if array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore", invalid="ignore"):
+        made = array.astype(dtype)
+    kept = np.isinf(made) == np.isinf(array) if dtype.kind == "f" else made == array
+    if not kept.all():
+        at = np.argwhere(~np.atleast_1d(kept))[0]
+        before, after = np.atleast_1d(array)[tuple(at)], np.atleast_1d(made)[tuple(at)]
+        raise DataMismatch(
+            f"{what} has the value {before} in {array.dtype}, which would be {after} in {dtype}; let the space "
+            "have a dtype that can hold it, or convert it before"
+        )
+    return made
+
+
+def _as_array(value: Any, what: str) -> NDArray[Any]:
+    try:
+        array = np.asarray(value)
+    except Exception as error:
+        raise DataMismatch(f"{what} is a {type(value).__name__} that is no array: {error}") from error
+    if array.dtype.kind not in "biuf":
+        raise DataMismatch(f"{what} is a {type(value).__name__} with dtype {array.dtype}, and must have numbers")
+    return array

@@ -318,9 +318,15 @@ class Update(_native.Scope):
         writer, started = self._writer, time.perf_counter()
         writer.check()
         writer.lock.acquire(self)
-        if self._acks is not None:
-            writer.refuse_wait(self._acks)
-        weights = writer.begin_update(deadline_after(self._timeout, writer.timeout))
+        deadline = deadline_after(self._timeout, writer.timeout)
+        try:
+            writer.ready(deadline)
+            if self._acks is not None:
+                writer.refuse_wait(self._acks)
+        except BaseException:  # nothing was begun: _recover() must not take back a version that is under way
+            writer.lock.release(self)
+            raise
+        weights = writer.begin_update(deadline)
         self._seconds = time.perf_counter() - started
         return weights
 

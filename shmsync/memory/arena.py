@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import secrets
 import threading
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import _native
-from ..errors import ClosedError, NoSpace
+from ..errors import ClosedError, DeviceFailed, NoSpace
 from . import segment, slab
 from .devices import Device, OnDevice, has_address
 from .manifest import Key, Leaf, Manifest, fingerprint, tree
@@ -23,6 +24,8 @@ from .torch_modes import plainly, run_plainly
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+
+_log = logging.getLogger("shmsync")
 
 # Every arena mapped in this process: one slab may be mapped several times, and a publisher must know all its addresses.
 _CPU = torch.device("cpu")
@@ -79,6 +82,8 @@ class Arena:
     on_device: OnDevice | None  # None: the slab lies in the host's memory
     reader: weakref.ref[_native.Reader] | None = None  # a Subscriber's; for publishers in this process
     live: tuple[Callable[[Any], Any], tuple[Any]] | None = None  # the call that gives its weights elsewhere
+    pinned: OnDevice | None = None  # the slab in the host's memory, as the device has it that copies from or to it
+    _refused: list[Device] = field(default_factory=list)  # those that cannot pin it
     _views: dict[tuple[int, bool], dict[Key, torch.Tensor]] = field(default_factory=dict)
     _weights: dict[tuple[int, bool], TensorDict] = field(default_factory=dict)
 
@@ -179,8 +184,31 @@ class Arena:
         readers = [a.reader() for a in _all_mapped() if a.session == self.session and a.reader is not None]
         return {reader.row for reader in readers if reader is not None and reader.in_section}
 
+    def pin(self, device: Device) -> OnDevice | None:
+        """Let this device copy from and to the slab in the host's memory by itself, until release().
+
+        None: it cannot, or another device does.
+        """
+        if self.pinned is None and device not in self._refused:
+            writable = self.slab.writable
+            storage = self.slab.readonly if writable is None else writable
+            try:
+                device.pin(storage, readonly=writable is None)
+                try:
+                    self.pinned = OnDevice(device, storage, pinned=True)
+                except BaseException:
+                    device.unpin(storage)
+                    raise
+            except (DeviceFailed, NoSpace) as error:
+                self._refused.append(device)
+                _log.warning("weights go to and from %s at the speed of pageable memory: %s", device.name, error)
+        return self.pinned if self.pinned is not None and self.pinned.device is device else None
+
     def release(self) -> None:
         """Drop what this object holds; the mappings live until the last tensor over them dies."""
+        if self.pinned is not None:
+            self.pinned.free()
+            self.pinned = None
         if self._slab is not None and self.on_device is not None:
             _free_on_device(self.on_device, self.control)
             if self._slab.writable is not None:

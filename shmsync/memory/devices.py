@@ -1,4 +1,4 @@
-"""Devices whose memory an arena can lie in, and what it asks of them. The memory of the host needs none of this.
+"""Devices whose memory an arena can lie in, or that copy from and to one in the host's memory; what they are asked for.
 
 What a device is asked for is done later: each stream does what it was given, in that order, and streams do not wait for
 each other unless follow() orders them. So an arena on a device never takes a call for its result. A version is
@@ -9,13 +9,13 @@ for bytes within the slab and from staging memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from .. import _native
-from ..errors import ArenaNotFound, DeviceFailed, ForkedHandle, ShmSyncError
+from ..errors import ArenaNotFound, ForkedHandle, ShmSyncError
 from .manifest import same_order
 from .torch_modes import copy_into
 
@@ -82,8 +82,20 @@ class Device(Streams, Protocol):
     def staging(self, size: int) -> torch.Tensor:
         """Memory of the host that the device copies from without stopping the calling thread; bytes."""
 
+    def pin(self, storage: torch.UntypedStorage, *, readonly: bool) -> None:
+        """From now on copy() takes this memory of the host too. `readonly`: the process may only read it."""
+
+    def unpin(self, storage: torch.UntypedStorage) -> None:
+        """Take that back, when nothing is under way there. Raises nothing."""
+
     def copy(self, stream: Stream, pieces: Sequence[Piece]) -> None:
-        """Copy between memory of this device, or from staging memory to it. The sources stay as they are until then."""
+        """Copy between memory of this device, staging and pinned memory. The sources stay as they are until then."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None] | None:
+        """The copies that `work` asks the current stream for, as one call for later, done in the same order.
+
+        Nothing is copied now. None: this device cannot, or refuses.
+        """
 
     def call(self, stream: Stream, call: _native.HostCall) -> None:
         """Make this call when the stream's present work is done. It is not made if the device fails before."""
@@ -207,28 +219,37 @@ def laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 
 
 class OnDevice:
-    """The part of an arena that lies on a device, in one process.
+    """The slab of an arena as a device has it, in one process: its own memory, or memory of the host.
 
     Args:
         device: the device.
         storage: the slab.
-        reads: what this process has still to read, in a subscriber.
+        reads: what this process has still to read, in a subscriber of an arena on the device.
+        pinned: the slab is memory of the host, and pinned.
     """
 
-    def __init__(self, device: Device, storage: torch.UntypedStorage, reads: _native.DeviceReads | None = None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        storage: torch.UntypedStorage,
+        reads: _native.DeviceReads | None = None,
+        *,
+        pinned: bool = False,
+    ) -> None:
         self.device = device
         self.storage = storage
         self.reads = reads
+        self.pinned = pinned
         self.stream = device.stream()  # a publisher's commits; what ends a subscriber's reads
 
     def free(self) -> None:
         """Give the memory back, when nothing is under way in it any more."""
         try:
             done = self.device.wait(self.stream, _LAST_COPIES)
-        except DeviceFailed:
+        except ShmSyncError:
             done = False
         if done:
-            self.device.free(self.storage)
+            (self.device.unpin if self.pinned else self.device.free)(self.storage)
         else:  # the device has failed, or its thread has ended with the interpreter
             _unfinished.append(self.storage)
         self.storage = torch.UntypedStorage(0)  # the memory goes with the last tensor over it

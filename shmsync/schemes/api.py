@@ -69,7 +69,6 @@ class WeightSyncScheme(ABC):
         "ShmWeightSyncScheme() and RayCollector, RPCCollector and DistributedCollector the "
         "RayWeightSyncScheme(), RPCWeightSyncScheme() and DistributedWeightSyncScheme() of torchrl.weight_update"
     )
-    _depth = 0  # of `with` blocks
     _over = False
 
     def __init__(self, strategy: Form = "state_dict", *, partial: bool = False, dtype: Dtypes = None) -> None:
@@ -260,26 +259,20 @@ class WeightSyncScheme(ABC):
 
     def __enter__(self) -> Self:
         self.check_open("with")
-        self._depth += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._depth -= 1
-        if self._depth:
-            return
         try:
             self.shutdown()
         except Exception:
             if error is None:
                 raise
             # The caller's own error tells more.
-        finally:
-            self._over = True  # a subclass may have its own shutdown()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_sender": None, "_receiver": None, "_depth": 0, "_over": False}
+        return {**self.__dict__, "_sender": None, "_receiver": None, "_over": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..errors import ManifestMismatch, ShmSyncError
+from ..errors import ShmSyncError
 from ..memory.devices import named
 
 HOST = "cpu"
@@ -70,13 +70,6 @@ class WorkerDevices:
             )
         return self._each[worker]
 
-    def check_same(self, others: WorkerDevices) -> None:
-        """Raise ValueError when a scheme has these devices and its workers are on others."""
-        if not (self.unset or others.unset or others == self):
-            raise ValueError(
-                f"the scheme has device={self}, but its workers are on device={others}; leave one of the two out"
-            )
-
     def check_workers(self, count: int) -> None:
         """Raise ValueError when these are devices of another number of workers."""
         if self._each is not None and count != len(self._each):
@@ -85,16 +78,8 @@ class WorkerDevices:
                 "worker, None for the host's memory, or give one device for all"
             )
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, WorkerDevices) and (self._all, self._each) == (other._all, other._each)
-
     def __repr__(self) -> str:
         return repr(self._all if self._each is None else list(self._each))
-
-
-def devices_for(given: DeviceChoice | WorkerDevices) -> WorkerDevices:
-    """What a user has given, checked; what was checked before stays as it is."""
-    return given if isinstance(given, WorkerDevices) else WorkerDevices(given)
 
 
 def device_of_arena(policy_device: torch.device | str | int) -> str:
@@ -110,19 +95,6 @@ def lies_elsewhere(model: nn.Module, device: torch.device) -> bool:
     """Has the model tensors on another device than the arena, whose memory it then cannot use itself?"""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type != "meta"}
     return not devices <= {device}
-
-
-def check_lies_on(model: nn.Module, device: str | None) -> None:
-    """Raise ManifestMismatch when a tensor of the model lies on another kind of device; numbers differ by process."""
-    if device is None:
-        return
-    kind = device.partition(":")[0]
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.device.type not in (kind, "meta") and tensor.numel():
-            raise ManifestMismatch(
-                f"{name} lies on {tensor.device}, but the scheme says device={device!r} for this worker; move the "
-                f"module there, with model.to({device!r}), or name the device that it is on"
-            )
 
 
 def _name(given: torch.device | str) -> str:

@@ -1,7 +1,7 @@
 """One exchange over pipes: messages are posted without waiting, and one wait gathers the answers.
 
 Link: the trainer's end of the pipe to one worker, with that worker's process. gather(): the only wait for answers.
-Inbox: the worker's end. Pipes themselves are in workers/pipe.py.
+Inbox: the worker's end. Pipes themselves are in pipe.py.
 
 INV: an answer is for exactly one message. It names it by its tag; an untagged one is for the oldest of its kind. An
 answer to a message that no send waits for is dropped, so it never counts for a later one.
@@ -20,9 +20,10 @@ from typing import Any
 from ..engine.outcome import Failure, Outcome, Wording, listed
 from ..errors import WriterDied
 from ..memory.process import Peer, dead_parent, poll
-from ..workers.pipe import Pipe, milliseconds
+from ..memory.segment import Handle
 from . import messages
 from .messages import Message, Tag
+from .pipe import Pipe, milliseconds
 
 WORDING = Wording("a worker applies at its next receive()")
 
@@ -86,7 +87,7 @@ class Link:
     @property
     def dead(self) -> bool:
         """Is its process gone, or an end of the pipe closed? What it sent before can still be read."""
-        return bool(self.pipe.ended) or self.pipe.closed or (self.peer is not None and self.peer.dead)
+        return self.pipe.over or (self.peer is not None and self.peer.dead)
 
     def __str__(self) -> str:
         if self.peer is not None:
@@ -98,7 +99,8 @@ class Link:
         with self.pipe.lock:
             if self.unanswered or self.pipe.unsent:
                 self.pump()  # what has come before cannot be an answer to it
-            self.highest[tag.model_id] = max(tag.version, self.highest.get(tag.model_id, 0))
+            if tag.version > self.highest.get(tag.model_id, 0):
+                self.highest[tag.model_id] = tag.version
             self._results.pop(tag, None)  # of a send that an exception has ended
             self.unanswered[tag] = True
             if not self.pipe.closed:  # else the wait finds it dead
@@ -181,7 +183,7 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Tag], deadline: float) 
 
     def watch(index: int, link: Link) -> None:
         pipe, peer = link.pipe, link.peer
-        if not pipe.ended and not pipe.closed:
+        if not pipe.over:
             owner[pipe.fd] = index, False
             poller.register(pipe.fd, select.POLLIN | (select.POLLOUT if pipe.unsent else 0))
         if peer is not None and peer.fd is not None and peer.fd not in owner:
@@ -191,7 +193,7 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Tag], deadline: float) 
     for index, link in links.items():
         watch(index, link)
     # Another thread may have read the answer already, and no event comes from a pipe that has ended.
-    ready = [(i, True) for i, link in links.items() if link.has(tags[i]) or link.pipe.ended or link.pipe.closed]
+    ready = [(i, True) for i, link in links.items() if link.has(tags[i]) or link.pipe.over]
     try:
         while waiting:
             for index, may_be_dead in ready:
@@ -205,7 +207,7 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Tag], deadline: float) 
                         outcome.done.append(index)
                     else:
                         outcome.failed[index] = answer[0]
-                elif gone or link.pipe.ended or link.pipe.closed:
+                elif gone or link.pipe.over:
                     outcome.dead[index] = str(link)
                 else:
                     watch(index, link)
@@ -220,16 +222,24 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Tag], deadline: float) 
     finally:
         for index in waiting:
             links[index].forget(tags[index])
-    outcome.add_late({index: link.peer for index, link in waiting.items()})
-    outcome.notes += [f"{listed([i])} never answered: is it still starting?" for i in waiting if not links[i].answered]
+    if waiting:
+        outcome.add_late({index: link.peer for index, link in waiting.items()})
+        silent = [index for index in waiting if not links[index].answered]
+        outcome.notes += [f"{listed([index])} never answered: is it still starting?" for index in silent]
     return outcome
 
 
 class Inbox:
-    """The worker's end of a pipe: the messages for each of its models. Shared by the receivers of all models."""
+    """The worker's end of a pipe: the messages for each of its models. Shared by the receivers of all models.
+
+    Attributes:
+        receivers: by model.
+        registered: by model: the arena that the sender named last, and the worker's index there.
+    """
 
     def __init__(self, pipe: Pipe) -> None:
         self.pipe = pipe
+        self.registered: dict[str, tuple[Handle, int | None]] = {}
         self.receivers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self.lock = threading.RLock()
         self._messages: deque[Message] = deque()

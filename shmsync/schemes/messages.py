@@ -76,6 +76,9 @@ class Registered:
         self.handle = handle
 
 
+_ATTACHES = live_weights.__name__.encode()  # in the pickle of a registration
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """As pickle's, but a registration does not attach here."""
@@ -86,6 +89,8 @@ class _Unpickler(pickle.Unpickler):
 
 def loads(payload: bytes | bytearray) -> Any:
     """Unpickle a message for a receiver."""
+    if _ATTACHES not in payload:
+        return pickle.loads(payload)
     return _Unpickler(io.BytesIO(payload)).load()
 
 

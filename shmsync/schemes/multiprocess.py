@@ -26,13 +26,11 @@ from ..memory.manifest import Strides, contiguous, layout_of
 from ..memory.process import me
 from ..memory.slab import MemfdAt, Sealed, pieces_at, reachable
 from ..memory.torch_modes import run_plainly
-from ..workers.pipe import framed
 from . import messages
 from .api import WeightSyncScheme
-from .context import Arguments
-from .devices import DeviceChoice, WorkerDevices, check_lies_on, devices_for
 from .links import Link
 from .messages import Message, Tag, Tagged
+from .pipe import framed
 from .receiver import PipeReceiver
 from .sender import PipeSender, Posted
 from .strategy import Form, leaves_of, refuse_odd
@@ -50,9 +48,8 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         timeout: default of a send, in seconds; math.inf waits without limit, None is 10.
         partial: see WeightSyncScheme.
         dtype: see WeightSyncScheme.
-        device: where the workers' modules lie: one device for all, or a list or tuple with one for each worker, None
-            for the host's memory. What travels is fetched from the trainer's device once, and each worker copies it to
-            its own. A worker whose module lies on another kind of device is refused. None: wherever they lie.
+
+    Weights on a device are fetched once, and each worker copies them to where its module lies.
     """
 
     def __init__(
@@ -62,12 +59,9 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         timeout: float | None = None,
         partial: bool = False,
         dtype: Dtypes = None,
-        device: DeviceChoice = None,
     ) -> None:
         super().__init__(strategy, partial=partial, dtype=dtype)
         self.timeout = timeout_or_default(timeout)
-        self.device = device
-        self.worker_devices = WorkerDevices(device)
 
     @override
     def create_transport(self, pipe_or_context: Any) -> MPTransport:
@@ -92,21 +86,6 @@ class MultiProcessSender(PipeSender):
         super()._start_here()
         self._newest: WeightsMessage | None = None  # what resend() brings
         self._in_use: list[tuple[Link, WeightsMessage]] = []  # unanswered, in memory of this process
-
-    @override
-    def set_up(self, arguments: Arguments) -> None:
-        """Refuse devices that are not the scheme's, or are those of another number of workers."""
-        pipes = arguments.needed("pipes")
-        given, own = devices_for(arguments.given("device")), self._scheme.worker_devices
-        own.check_same(given)
-        for devices in (given, own):
-            devices.check_workers(len(pipes))
-        super().set_up(arguments)
-
-    @override
-    def _register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
-        self._scheme.worker_devices.of(worker_idx)  # or raise
-        super()._register_worker(worker_idx, pipe_or_context, process)
 
     @override
     def _write(self, source: Any, links: Mapping[int, Link], deadline: float) -> None:
@@ -287,14 +266,6 @@ class MultiProcessReceiver(PipeReceiver):
     """Copies weights that came through the pipe into the model."""
 
     _scheme: MultiProcessWeightSyncScheme
-
-    @override
-    def _register_model(self, model_ref: Any) -> None:
-        """Refuse a model that lies on another kind of device than the scheme says: numbers differ by process."""
-        super()._register_model(model_ref)
-        devices = self._scheme.worker_devices
-        if isinstance(model_ref, nn.Module) and (self._worker_idx is not None or devices.workers is None):
-            check_lies_on(model_ref, devices.of(self._worker_idx or 0))
 
     @override
     def _use(self, message: Message) -> None:

@@ -17,10 +17,9 @@ import threading
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from typing_extensions import override
 
@@ -32,15 +31,6 @@ from .links import Link, gather
 from .messages import Tag
 
 _WORDING = Wording("its transport timed out", after_lateness="Send again, or give its transport more time")
-
-
-T = TypeVar("T", bound="Reached")
-
-
-class Reached(Protocol):
-    """What a sender reaches a worker by. `reported`: WorkerDied has named it."""
-
-    reported: bool
 
 
 @dataclass
@@ -55,25 +45,31 @@ class Posted:
 
 
 class SendLock:
-    """Held around each call of a sender."""
+    """Held around each call of a sender: `with lock.hold("send", deadline):`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holder = 0  # the thread that has it
 
-    @contextmanager
-    def hold(self, call: str, deadline: float) -> Iterator[None]:
-        """Hold it. Raises WriterBusy when this thread has it already, or another one until the deadline."""
+    def hold(self, call: str, deadline: float) -> SendLock:
+        """Take it. Raises WriterBusy when this thread has it already, or another one until the deadline."""
         if self._holder == threading.get_ident():
             raise WriterBusy(f"{call}() inside a send or an update() of this thread; call it after that")
         if not self._lock.acquire(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
             raise WriterBusy(f"{call}(): another thread's send lasted until the deadline; nothing was done, try again")
         self._holder = threading.get_ident()
-        try:
-            yield
-        finally:
-            self._holder = 0
-            self._lock.release()
+        return self
+
+    def __enter__(self) -> None:
+        """It is held already."""
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Give it back."""
+        self._holder = 0
+        self._lock.release()
 
 
 class WeightSender:
@@ -102,7 +98,7 @@ class WeightSender:
         self._context_ref: weakref.ref[Any] | None = None
         self._model: Any = None  # what init_on_sender(model=) got
         self._cached: Any = None  # what init_on_sender(cached_weights=) got
-        self._transports: dict[int, Any] = {}
+        self._transports: dict[int, Any] = {}  # what reaches each worker
         self._posted: Posted | None = None  # of a send_async()
         self._lock = SendLock()
 
@@ -260,16 +256,20 @@ class WeightSender:
         """Call send(weights)."""
         return self.send(weights)
 
-    @contextmanager
-    def _one_at_a_time(self, call: str, deadline: float) -> Iterator[None]:
-        with self._lock.hold(call, deadline):
+    def _one_at_a_time(self, call: str, deadline: float) -> SendLock:
+        """The lock, held, for a `with`. Raises ClosedError after shutdown(), RuntimeError for a call out of turn."""
+        lock = self._lock.hold(call, deadline)
+        try:
             self._scheme.check_open(call)
             if call == "wait_async":
                 if self._posted is None:
                     raise RuntimeError("no send is pending; call send_async() first")
             elif self._posted is not None:
                 raise RuntimeError(f"{call}() while a send_async() is pending; call wait_async() first")
-            yield
+        except BaseException:
+            lock.release()
+            raise
+        return lock
 
     def _source(self, weights: Any) -> Any:
         """What the user means: a module or weights."""
@@ -288,14 +288,14 @@ class WeightSender:
     def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
         return chosen_workers(worker_ids, self.worker_ids)
 
-    def _living(self, workers: list[int], known: Mapping[int, T]) -> dict[int, T]:
-        """Those of these workers that no error has named as dead. Raises WorkerDied when there is none."""
-        if not known and self._unpickled:
+    def _living(self, workers: list[int]) -> dict[int, Any]:
+        """What reaches those of these workers that no error has named as dead. Raises WorkerDied when there is none."""
+        if not self._transports and self._unpickled:
             raise ProtocolError(
                 "this sender was unpickled: pipes and workers stayed with the original, so it has no workers; call "
                 "register_worker() for each first"
             )
-        living = {index: known[index] for index in workers if not known[index].reported}
+        living = {index: self._transports[index] for index in workers if not self._transports[index].reported}
         if workers and not living:
             raise WorkerDied(
                 f"all workers that {self._model_id!r} should go to are dead ({', '.join(map(str, workers))}); nothing "
@@ -320,8 +320,9 @@ class WeightSender:
             if not bad and hasattr(transport, "send_weights_async") and hasattr(transport, "wait_ack"):
                 _call(posted, index, transport.wait_ack)
         for index, error in sorted(posted.errors.items()):
-            notes = [*getattr(error, "__notes__", ()), f"raised by the transport of worker {index}"]
-            error.__notes__ = notes  # add_note() is not in Python 3.10
+            others = [f"that of worker {i} raised {e!r}" for i, e in sorted(posted.errors.items()) if i != index]
+            notes = [f"raised by the transport of worker {index}", *others, *posted.outcome.about_late()]
+            error.__notes__ = [*getattr(error, "__notes__", ()), *notes]  # add_note() is not in Python 3.10
             raise error
         posted.outcome.check(f"version {posted.version} of {self._model_id!r}", posted.version)
 
@@ -363,18 +364,12 @@ class PipeSender(WeightSender):
     @override
     def _start_here(self) -> None:
         super()._start_here()
-        self.links: dict[int, Link] = {}
+        self.links: dict[int, Link] = self._transports
         self._pipes: dict[int, Any] = {}  # kept open as long as the sender: a link does not hold its pipe
 
-    @property
-    @override
-    def worker_ids(self) -> list[int]:
-        return sorted(self.links)
-
-    @override
-    def is_dead(self, worker_idx: int) -> bool:
-        (index,) = chosen_workers([worker_idx], self.worker_ids)
-        return self.links[index].reported
+    def _use_links(self, links: dict[int, Link]) -> None:
+        """Reach the workers over these, which others use too."""
+        self.links = self._transports = links
 
     @override
     def _register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
@@ -402,12 +397,12 @@ class PipeSender(WeightSender):
             if not self.version:
                 return 0
             workers = self._chosen(worker_ids)
-            self._gather(self._announce(self._living(workers, self.links), again=True), deadline)
+            self._gather(self._announce(self._living(workers), again=True), deadline)
             return self.version
 
     @override
     def _post(self, source: Any, workers: list[int], deadline: float) -> Posted:
-        links = self._living(workers, self.links)
+        links = self._living(workers)
         self._write(source, links, deadline)
         return self._announce(links)
 

@@ -9,32 +9,32 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from torch import nn
 from typing_extensions import override
 
-from ..engine.bind.binding import ModuleCheck
-from ..engine.bind.guard import bind
-from ..engine.bind.guarded_methods import can_be_called
 from ..engine.deadlines import check_worker, deadline_after, timeout_or_default
-from ..engine.publisher import Publisher, writer_of
+from ..engine.publisher import Publisher
 from ..engine.source.dtypes import Dtypes
-from ..engine.subscriber import Consistency, Subscriber, reader_of
-from ..errors import ManifestMismatch, ProtocolError
+from ..engine.subscriber import Consistency, reader_of
+from ..errors import ManifestMismatch
+from ..memory.devices import named
 from ..memory.segment import Handle
-from ..workers.pipe import framed
 from . import messages
 from .api import WeightSyncScheme
-from .arenas import ALL, ArenaOptions, Arenas
+from .arenas import ALL, ArenaOptions, Groups, ModelArenas
+from .attachment import Attachment, attached
 from .context import Arguments
-from .devices import DeviceChoice, WorkerDevices, devices_for, lies_elsewhere
-from .links import Link
+from .links import Inbox, Link
 from .messages import Message, Tag
+from .pipe import framed
 from .receiver import PipeReceiver
 from .sender import PipeSender, Posted
-from .strategy import Form, WeightStrategy, leaves_of
+from .strategy import Form, leaves_of
 from .transports import PipeTransport
 
 
@@ -50,9 +50,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         groups: worker indices that share an arena, such as [[0, 1], [2, 3]]; None: all share one. A send goes to whole
             groups.
         timeout: default of a send, in seconds; math.inf waits without limit, None is 10.
-        device: where the weights lie: "cpu", as with None, or a device that all workers see, as "cuda:0". A list or
-            tuple names the device of each worker, None for the host's memory: each device has one arena, which all
-            workers on it share. A worker's module on another device gets a private copy of each version.
+        device: where the weights lie: "cpu", as with None, or a device that all workers see, as "cuda:0". A worker's
+            module on another device gets a private copy of each version.
         partial: see WeightSyncScheme. The first weights that are sent make the arena; with partial=True the worker's
             module may have other leaves besides, which stay its own. Leaves that a send lacks keep the values of the
             newest version.
@@ -76,7 +75,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         timeout: float | None = None,
         partial: bool = False,
         dtype: Dtypes = None,
-        device: DeviceChoice = None,
+        device: torch.device | str | None = None,
         publisher: Publisher | None = None,
     ) -> None:
         super().__init__(strategy, partial=partial, dtype=dtype)
@@ -96,17 +95,48 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         self.consistency: Consistency = consistency
         self.groups = groups
         self.timeout = timeout_or_default(timeout)
+        if device is not None:
+            named(device)  # or raise
         self.device = device
-        self._devices = WorkerDevices(device)
         self._start(publisher)
 
     def _start(self, publisher: Publisher | None) -> None:
-        options = ArenaOptions(self.slots, self.timeout, self.groups, self.partial, self.dtype)
-        self._arenas = Arenas(options, self._devices, publisher)
+        self._groups = Groups(self.groups)
+        self._publisher = publisher
+        self._arenas: dict[str, ModelArenas] = {}  # by model
         self._links: dict[int, Link] = {}  # all models have the same workers
-        self._subscriptions = Subscriptions(consistency=self.consistency, timeout=self.timeout, partial=self.partial)
         for model_id, weights in self.policy_weights.items():
-            self._arenas.register(model_id, weights)
+            self._register(model_id, weights)
+
+    def arenas_of(self, model_id: str) -> ModelArenas:
+        """The arenas of a model. The first model that asks has the user's own Publisher, if there is one."""
+        if model_id not in self._arenas:
+            given = None if self._arenas else self._publisher
+            self._arenas[model_id] = ModelArenas(model_id, self._options, given)
+        return self._arenas[model_id]
+
+    def place(self, device: torch.device | str) -> None:
+        """Where the workers' modules lie, if the scheme was not told where its weights lie.
+
+        Raises ValueError when it was told something else.
+        """
+        if self.device is not None and named(self.device) != named(device):
+            raise ValueError(
+                f"the scheme has device={self.device!r}, but its workers are on {device!r}; leave one of the two out"
+            )
+        self.device = device
+
+    @property
+    def _options(self) -> ArenaOptions:
+        return ArenaOptions(self.slots, self.timeout, self.partial, self.dtype, self.device, split=not self._groups.one)
+
+    def _register(self, model_id: str, weights: Any) -> None:
+        known = self._arenas.get(model_id)
+        if known is not None and (known.registered is not None or known.version):
+            raise RuntimeError(f"{model_id!r} is registered already; its layout is fixed, so send() new values for it")
+        if not isinstance(weights, TensorDictBase):
+            raise ValueError(f"weights to register are a TensorDict, not a {type(weights).__name__}")
+        self.arenas_of(model_id).registered = weights
 
     def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
         """Make this TensorDict the first version of a model, and let it show each later one.
@@ -118,7 +148,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         Raises RuntimeError when the model is registered, ValueError for weights that are not a TensorDict.
         """
         self.check_open("register_shared_weights")
-        self._arenas.register(model_id, weights)
+        self._register(model_id, weights)
         self.policy_weights[model_id] = weights
         if self._sender is not None and self._sender.model_id == model_id and self._links:
             sender = self._sender
@@ -141,15 +171,18 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     def shutdown(self) -> None:
         """End the arenas, or leave them."""
         super().shutdown()
-        try:
-            self._arenas.close()
-        finally:
-            self._subscriptions.close()
+        with contextlib.ExitStack() as stack:  # one that is busy keeps none of the others
+            for arenas in self._arenas.values():
+                stack.callback(arenas.close)
+            if self._receiver is not None:
+                stack.callback(self._receiver.close)
 
     def __getstate__(self) -> dict[str, Any]:
         # Workers stay here. Of the weights only those go along that the user registered: the others are sent.
-        state = {**super().__getstate__(), "policy_weights": dict(self._arenas.registered)}
-        return {name: value for name, value in state.items() if name not in ("_arenas", "_links", "_subscriptions")}
+        registered = {name: each.registered for name, each in self._arenas.items() if each.registered is not None}
+        state = {**super().__getstate__(), "policy_weights": registered}
+        here = ("_arenas", "_links", "_groups", "_publisher")
+        return {name: value for name, value in state.items() if name not in here}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -164,47 +197,55 @@ class SharedMemSender(PipeSender):
     @override
     def _start_here(self) -> None:
         super()._start_here()
-        self.arenas: Arenas = self._scheme._arenas
-        self.links = self._scheme._links
+        self._use_links(self._scheme._links)
         self._without_state: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that have no extra state
+
+    @cached_property
+    def arenas(self) -> ModelArenas:
+        """Of its model."""
+        return self._scheme.arenas_of(self._model_id)
 
     @property
     @override
     def version(self) -> int:
-        return self.arenas.version(self._model_id)
+        return self.arenas.version
 
     @override
     def set_up(self, arguments: Arguments) -> None:
         """Take in the model and the workers; weights that are registered already go to these."""
         pipes = arguments.needed("pipes")
-        devices = devices_for(arguments.given("device"))
-        for each in (devices, self.arenas.devices):
-            each.check_workers(len(pipes))
-        self.arenas.place(devices)
+        if (device := arguments.given("device")) is not None:
+            self._scheme.place(device)
         for index in [index for index in self.links if index >= len(pipes)]:
             del self.links[index]
         super().set_up(arguments)
-        self.arenas.use_given(self._model_id)
-        if self._model_id in self.arenas.registered and self.links:
+        if self.arenas.registered is not None and self.links:
             self.open()
 
     @override
     def _register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
-        self.arenas.group_of(worker_idx)  # or raise
+        self._scheme._groups.of(worker_idx)  # or raise
         super()._register_worker(worker_idx, pipe_or_context, process)
 
     def open(self) -> None:
         """Make the arena of the registered weights, or of those that are known, and tell the workers where it is."""
-        source = self.arenas.registered.get(self._model_id)
+        source = self.arenas.registered
         source = self.find_source(None) if source is None else source
         if source is None:
             raise ValueError(f"there are no weights of {self._model_id!r} yet; give init_on_sender() model=, or send()")
-        groups = self.arenas.groups_of(self.links, self.links) if self.links else [ALL]
-        version = self._next_version(self.links, self.version)
-        self.arenas.open(self._model_id, source, groups, version, len(self.links))
+        groups = self._groups(self.links)
+        self.arenas.open(source, groups, self._next_version(self.links, self.version), len(self.links))
         self._show_weights()
         for index, link in self.links.items():
-            self._tell(index, link, self.arenas.of_worker(self._model_id, index).handle)
+            handle = self.arenas.by_group[self._scheme._groups.of(index)].handle
+            if link.registered.get(self._model_id) != handle:
+                self._tell(index, link, handle)
+
+    def _groups(self, links: Mapping[int, Link]) -> list[int]:
+        """The groups of these workers; without workers the arena of all is written."""
+        if not self.links:
+            return [ALL]
+        return self._scheme._groups.of_all(links, [index for index, link in self.links.items() if not link.reported])
 
     @contextlib.contextmanager
     def update(self, *, timeout: float | None = None) -> Iterator[TensorDictBase]:
@@ -222,28 +263,26 @@ class SharedMemSender(PipeSender):
         """
         deadline = deadline_after(timeout, self.default_timeout)
         with self._one_at_a_time("update", deadline):
-            links = self._living(self._chosen(None), self.links)
-            if self.arenas.is_split:
+            links = self._living(self._chosen(None))
+            if not self._scheme._groups.one:
                 raise ValueError("update() writes one arena, and this scheme has several; send() writes them all")
-            if self.arenas.only(self._model_id) is None:
+            if not self.arenas.by_group:
                 self.open()
-            publisher = self.arenas.only(self._model_id)
-            assert publisher is not None
-            with publisher.update(timeout=timeout) as weights:
+            with self.arenas.by_group[ALL].update(timeout=timeout) as weights:
                 yield weights
-            self.arenas.show(self._model_id, publisher)
+            self.arenas.show()
             self._gather(self._announce(links), deadline_after(timeout, self.default_timeout))
 
     @override
     def find_source(self, weights: Any) -> Any:
         """As WeightSender.find_source(); without other weights the registered ones."""
         found = super().find_source(weights)
-        return self.arenas.registered.get(self._model_id) if found is None else found
+        return self.arenas.registered if found is None else found
 
     @override
     def connect(self, weights: Any) -> None:
         """Send the first weights; those of a Publisher of the user's own are there already."""
-        if weights is None and self.find_source(None) is None and self.arenas.use_given(self._model_id):
+        if weights is None and self.find_source(None) is None and self.version:
             self.resend()
         else:
             super().connect(weights)
@@ -254,32 +293,32 @@ class SharedMemSender(PipeSender):
         if self._scheme._prepares:
             return super()._source(weights)
         found = self.find_source(weights)
-        if found is None and not self.arenas.use_given(self._model_id):
+        if found is None and not self.arenas.has_source:
             return super()._source(None)  # raises
         return found
 
     @override
     def _write(self, source: Any, links: Mapping[int, Link], deadline: float) -> None:
-        model_id, arenas = self._model_id, self.arenas
-        if not (self._scheme.auto_register or model_id in arenas.registered or self.version):
-            known = sorted({*arenas.registered, *arenas.made})
+        arenas = self.arenas
+        before = arenas.version
+        if not (before or self._scheme.auto_register or arenas.registered is not None):
+            known = sorted(name for name, each in self._scheme._arenas.items() if each.registered is not None)
             raise KeyError(
-                f"{model_id!r} is not registered, only {known} are; call register_shared_weights(), or use "
+                f"{self._model_id!r} is not registered, only {known} are; call register_shared_weights(), or use "
                 "auto_register=True"
             )
         if source is not None:
             self._refuse_extra_state(source)
-        groups = arenas.groups_of(links, [index for index, link in self.links.items() if not link.reported])
-        version = self._next_version(links, self.version)
-        arenas.publish(model_id, source, groups if self.links else [ALL], version, len(self.links), deadline)
+        version = self._next_version(links, before)
+        arenas.publish(source, self._groups(links), version, len(self.links), deadline)
         self._show_weights()
 
     def _show_weights(self) -> None:
         """scheme.policy_weights has the newest version, where the user has no TensorDict of his own."""
-        if self._model_id not in self.arenas.registered and self.arenas.made.get(self._model_id):
-            writer = writer_of(next(iter(self.arenas.made[self._model_id].values())))
-            slot = writer.current[1]
-            self._scheme.policy_weights[self._model_id] = writer.arena.weights(slot, writable=True)
+        shown, arenas = self._scheme.policy_weights, self.arenas
+        one_place = self._scheme.slots == 1 and len(arenas.by_group) == 1 and self._model_id in shown
+        if arenas.registered is None and not one_place and (newest := arenas.newest) is not None:
+            shown[self._model_id] = newest.arena.weights(newest.current[1], writable=True)
 
     def _refuse_extra_state(self, source: Any) -> None:
         """Raise ManifestMismatch for weights with extra state, which is no tensor; a module is looked at once."""
@@ -301,23 +340,27 @@ class SharedMemSender(PipeSender):
     def _announce(self, links: Mapping[int, Link], *, again: bool = False) -> Posted:
         tags: dict[int, Tag] = {}
         made: dict[int, tuple[Handle, Tag, bytes]] = {}  # by group
+        group_of = self._scheme._groups.of
         for index, link in links.items():
-            group = self.arenas.group_of(index)
+            group = group_of(index)
             if group not in made:
-                publisher = self.arenas.of_worker(self._model_id, index)
+                publisher = self.arenas.by_group.get(group)
+                if publisher is None:
+                    raise ValueError(
+                        f"no weights of {self._model_id!r} were sent to the group of worker {index} yet; send() first"
+                    )
                 tag = Tag(self._model_id, publisher.version)
                 made[group] = publisher.handle, tag, framed(messages.version_message(*tag))
             handle, tags[index], frame = made[group]
-            self._tell(index, link, handle, again=again)
+            if again or link.registered.get(self._model_id) != handle:
+                self._tell(index, link, handle)
             link.post(frame, tags[index])
         return Posted(self.version, links, tags)
 
-    def _tell(self, index: int, link: Link, handle: Handle, *, again: bool = False) -> None:
-        """Tell a worker where the arena is, if it has not been told of this one."""
-        if again or link.registered.get(self._model_id) != handle:
-            frame = framed(messages.registration(self._model_id, handle, index))
-            link.post(frame, Tag(self._model_id, 0))
-            link.registered[self._model_id] = handle
+    def _tell(self, index: int, link: Link, handle: Handle) -> None:
+        """Tell a worker where the arena is."""
+        link.post(framed(messages.registration(self._model_id, handle, index)), Tag(self._model_id, 0))
+        link.registered[self._model_id] = handle
 
 
 class SharedMemTransport(PipeTransport):
@@ -339,6 +382,7 @@ class SharedMemTransport(PipeTransport):
         **options: Any,
     ) -> None:
         self._owns = scheme is None
+        self._attachments: dict[str, Attachment] = {}  # in a worker, by model
         if scheme is None:
             scheme = SharedMemWeightSyncScheme(policy_weights, auto_register=auto_register, **options)
         super().__init__(scheme, pipe)
@@ -372,103 +416,23 @@ class SharedMemTransport(PipeTransport):
     @override
     def _content(self, message: Message) -> TensorDictBase | None:
         """The zero-copy TensorDict of the version; protected only inside a read section."""
-        subscriptions = self._scheme._subscriptions
+        model_id, inbox = message.model_id, Inbox.of(self.pipe)
         if message.kind == messages.REGISTER:
-            subscriptions.join(message.model_id, message.content.handle, message.worker)
+            inbox.registered[model_id] = message.content.handle, message.worker
+        made = attached(self._attachments.get(model_id), inbox, model_id, self._scheme)
+        self._attachments[model_id] = made
+        if message.kind == messages.REGISTER:
             return None
-        return subscriptions.moved_to(message.model_id, message.content).weights
+        made.move_to(message.content)
+        return made.subscriber.weights
 
     def close(self) -> None:
         """End the arenas, or leave them. Idempotent."""
-        if self._owns:
-            self._scheme.shutdown()
-
-
-class Subscriptions:
-    """A worker's subscribers by model id, and the modules that are bound to them."""
-
-    def __init__(self, *, consistency: Consistency, timeout: float, partial: bool = False) -> None:
-        self._consistency: Consistency = consistency
-        self._timeout = timeout
-        self._strategy = WeightStrategy(partial=partial)
-        self._handles: dict[str, tuple[Handle, int | None]] = {}
-        self._subscribers: dict[str, Subscriber] = {}
-        self._bound: dict[str, weakref.ref[nn.Module]] = {}
-        # A scheme of this shape has no close(), so collecting it is the normal end, and no reason to warn.
-        self._finalizer = weakref.finalize(self, _close_unused, self._subscribers, self._bound)
-        self._finalizer.atexit = False  # the subscribers end by themselves then
-
-    def join(self, model_id: str, handle: Handle, worker: int | None) -> None:
-        """Attach to an arena, in place of the model's earlier one, as the worker of this index."""
-        self._handles[model_id] = handle, worker
-        subscriber = Subscriber(handle, consistency=self._consistency, worker=worker, timeout=self._timeout)
-        earlier = self._subscribers.pop(model_id, None)
-        self._bound.pop(model_id, None)
-        self._subscribers[model_id] = subscriber
-        if earlier is not None:
-            earlier.close()
-
-    def get(self, model_id: str) -> Subscriber | None:
-        """The subscriber of a model, if it has one."""
-        return self._subscribers.get(model_id)
-
-    def needed(self, model_id: str) -> Subscriber:
-        """The subscriber of a registered model. Attaches again if an earlier attempt failed.
-
-        Raises ProtocolError for a model that was never registered.
-        """
-        if model_id not in self._subscribers:
-            if model_id not in self._handles:
-                raise ProtocolError(
-                    f"{model_id!r} was never registered here; keep one receiver for each model, and let it see every "
-                    "message of the pipe"
-                )
-            self.join(model_id, *self._handles[model_id])
-        return self._subscribers[model_id]
-
-    def moved_to(self, model_id: str, version: int) -> Subscriber:
-        """The subscriber, at this version or a later one. Raises ProtocolError if the arena does not have it."""
-        subscriber = self.needed(model_id)
-        if reader_of(subscriber).arena.on_device is not None:
-            subscriber.wait_version(version, self._timeout)  # it is announced when its copy begins
-        subscriber.refresh()
-        applied = reader_of(subscriber).applied_version
-        if applied < version:
-            raise ProtocolError(
-                f"{model_id!r} is at version {applied} in the arena that this worker knows, not at {version}; was the "
-                "scheme restarted? Make a new receiver",
-                version=version,
-            )
-        return subscriber
-
-    def bind(self, model_id: str, model: Any) -> None:
-        """Let the model use the arena: a module for good, anything else gets a copy of this version."""
-        subscriber = self.needed(model_id)
-        if not isinstance(model, nn.Module):
-            with subscriber.read() as section:
-                self._strategy.apply_weights(model, section.weights)
-        elif (bound := self._bound.get(model_id)) is None or bound() is not model:
-            reader = reader_of(subscriber)
-            check = ModuleCheck(reader.arena, reader.name, copies=lies_elsewhere(model, reader.arena.device))
-            bind(reader, model, can_be_called(model), check, clones=True)
-            self._bound[model_id] = weakref.ref(model)
-
-    def close(self) -> None:
-        """Leave every arena; bound modules raise ClosedError from now on. Idempotent.
-
-        Raises WriterBusy for an arena that another thread reads; call it again then.
-        """
-        self._bound.clear()
-        _close_unused(self._subscribers, self._bound)
-
-
-def _close_unused(subscribers: dict[str, Subscriber], bound: dict[str, weakref.ref[nn.Module]]) -> None:
-    with contextlib.ExitStack() as stack:  # one that is busy keeps none of the others, and is closed by the next call
-        for model_id, subscriber in subscribers.items():
-            module = bound.get(model_id)
-            if module is None or module() is None:  # else its guard keeps the subscriber, and needs it
-                stack.callback(subscriber.close)
-    subscribers.clear()
+        with contextlib.ExitStack() as stack:
+            for attachment in self._attachments.values():
+                stack.callback(attachment.close)
+            if self._owns:
+                stack.callback(self._scheme.shutdown)
 
 
 class SharedMemReceiver(PipeReceiver):
@@ -479,9 +443,10 @@ class SharedMemReceiver(PipeReceiver):
 
     _scheme: SharedMemWeightSyncScheme
 
-    @property
-    def _subscriptions(self) -> Subscriptions:
-        return self._scheme._subscriptions
+    @override
+    def _start_here(self) -> None:
+        super()._start_here()
+        self._attachment: Attachment | None = None
 
     @property
     @override
@@ -490,34 +455,33 @@ class SharedMemReceiver(PipeReceiver):
 
         Each forward uses the newest, so it may move on between two calls of receive().
         """
-        subscriber = self._subscriptions.get(self._model_id)
-        return subscriber.version if subscriber else 0
+        return self._attachment.version if self._attachment else 0
 
     @override
     def _ready(self) -> bool:
         """Not inside a read section of this thread: the version could not change there."""
-        subscriber = self._subscriptions.get(self._model_id)
-        return subscriber is None or not reader_of(subscriber).in_section
+        return self._attachment is None or not self._attachment.in_section
 
     @override
     def _use(self, message: Message) -> None:
-        subscriptions, content = self._subscriptions, message.content
+        content, model_id = message.content, self._model_id
         if message.kind == messages.REGISTER:
             worker = self._worker_idx if message.worker is None else message.worker
-            subscriptions.join(self._model_id, content.handle, worker)
-        elif type(content) is int:
-            subscriptions.moved_to(self._model_id, content)
-        else:
-            raise ValueError(f"weights of {self._model_id!r} came through the pipe; use this scheme on both sides")
-        subscriptions.bind(self._model_id, self._resolve_model_ref())
+            self._inbox.registered[model_id] = content.handle, worker
+        elif type(content) is not int:
+            raise ValueError(f"weights of {model_id!r} came through the pipe; use this scheme on both sides")
+        self._attachment = attached(self._attachment, self._inbox, model_id, self._scheme)
+        if message.kind != messages.REGISTER:
+            self._attachment.move_to(content)
+        self._attachment.bind(self._resolve_model_ref())
 
     @override
     def _use_news(self) -> None:
-        subscriber = self._subscriptions.get(self._model_id)
-        if subscriber is not None:
-            reader_of(subscriber).use_applied_version()
+        if self._attachment is not None:
+            reader_of(self._attachment.subscriber).use_applied_version()
 
     @override
     def close(self) -> None:
-        """Leave the arenas; a bound model raises ClosedError when it is called from now on."""
-        self._subscriptions.close()
+        """Leave the arena; a bound model raises ClosedError when it is called from now on."""
+        if self._attachment is not None:
+            self._attachment.close()

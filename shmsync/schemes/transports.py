@@ -7,10 +7,10 @@ from collections import deque
 from typing import Any
 
 from ..engine.deadlines import deadline_after, timeout_or_default
-from ..workers.pipe import Pipe
 from . import messages
 from .links import Inbox, Link, gather, unexpected
 from .messages import Message
+from .pipe import Pipe
 from .sender import PipeSender
 
 
@@ -41,7 +41,7 @@ class PipeTransport:
         if model_id not in self._senders:
             sender = self._senders[model_id] = self._scheme.create_sender()
             sender._set_context(None, model_id)
-        self._senders[model_id].links = self._links()
+        self._senders[model_id]._use_links(self._links())
         return self._senders[model_id]
 
     def send_weights(self, model_id: str, weights: Any) -> None:
@@ -125,7 +125,7 @@ class PipeTransport:
         if self.pipe is None:
             return True
         pipe = Pipe.of(self.pipe)
-        return not (pipe.end.dead if isinstance(pipe.end, Link) else pipe.closed or pipe.ended)
+        return not (pipe.end.dead if isinstance(pipe.end, Link) else pipe.over)
 
     def pending(self) -> list[Any]:
         """Messages that came over the pipe and are not about weights, oldest first; each is given once."""

@@ -1,20 +1,17 @@
-"""Workers: the processes that use one publisher's weights, as the trainer sees them."""
+"""Workers: the processes that use one publisher's weights, as the trainer sees them; and their queues."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import multiprocessing
 import os
-import pickle
+import queue
 import select
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable
-from multiprocessing import util
-from queue import Empty
+from multiprocessing import queues, util
 from types import TracebackType
 from typing import Any, Literal
 
@@ -25,9 +22,8 @@ from ..engine.outcome import RemoteTraceback, listed
 from ..engine.publisher import Publisher, writer_of
 from ..engine.write.acks import WorkerWatch
 from ..errors import AckTimeout, ProtocolError, WorkerDied, WorkerFailed
-from .process import EXIT_CODE, Process, end_at_exit, leave
-from .queues import WorkerQueue
-from .worker_process import LEAVE, attach_and_work
+from .process import EXIT_CODE, TERMINATED, Process, end, leave
+from .worker_process import attach_and_work
 
 StartMethod = Literal["forkserver", "spawn", "fork"]
 
@@ -35,9 +31,10 @@ StartMethod = Literal["forkserver", "spawn", "fork"]
 # trainer has it, workers may need it too, and it is imported once for all.
 _PRELOADED = ["torch", "shmsync", "shmsync.workers.worker_process"]
 _START = 300.0  # seconds to attach: importing torch takes long on a busy machine, and a death ends the wait
-_TERMINATED = 2.0  # seconds from SIGTERM to SIGKILL
 _BETWEEN_LOOKS = 0.01  # seconds: a poll costs as much as a small publish
 _MOST = 4096
+_SLICE = 0.05  # seconds of a queue's wait between two looks at the workers
+_LAST = 0.2  # seconds: what a worker put before it returned is in the pipe, and the queue's lock may be taken
 
 _log = logging.getLogger("shmsync")
 
@@ -104,9 +101,7 @@ class Workers:
             raise ValueError(f"start_method is one of {', '.join(methods)}, not {start_method!r}")
         self._count = whole("n", n, 1, _MOST)
         self._threads = whole("threads", threads, 1, 1 << 16)
-        self._restarts = whole("restart", restart, 0, sys.maxsize, ValueError)
-        if start_method != "fork":  # which copies the trainer, with every function in it
-            _check_importable(work)
+        self._restarts = dict.fromkeys(range(self._count), whole("restart", restart, 0, sys.maxsize, ValueError))
         self._pub = pub
         self._writer = writer_of(pub)
         self._work = work
@@ -123,8 +118,8 @@ class Workers:
         self._started = 0  # processes so far, so that a restarted worker draws new random numbers
         self._ending = False
         self._writer.not_started[self] = self._count
-        self._used = False  # neither started nor closed
-        util.Finalize(self, end_at_exit, (self._members,), exitpriority=30)  # before the publisher's end
+        # At the exit of the trainer, before the publisher's end. A stopped worker would keep it in multiprocessing's.
+        util.Finalize(self, end, (self._members, TERMINATED), exitpriority=30)
 
     @property
     def procs(self) -> list[Any]:
@@ -164,17 +159,17 @@ class Workers:
         seconds = timeout_or_default(timeout, self._writer.timeout)
         try:
             return self._queues[0].get(timeout=None if math.isinf(seconds) else seconds)
-        except Empty:
+        except queue.Empty:
             raise AckTimeout(
                 f"no worker has put anything into the queue within {seconds:g} s; give more time with timeout=",
                 missing=self.alive,
             ) from None
 
     def _running(self) -> bool:
-        if self._pid == os.getpid():
-            self._look(self._pub.version)
-            return bool(self.alive) or not self._used
-        return True  # in a forked worker
+        if self._pid != os.getpid():  # in a forked worker
+            return True
+        self._look()
+        return bool(self.alive) or not self._started
 
     def restart(self, rank: int) -> None:
         """End this worker if it runs, start another one in its place, and wait until that is attached.
@@ -188,35 +183,33 @@ class Workers:
             known = f"the workers are {sorted(self._members)}" if self._members else "none was started"
             raise ValueError(f"there is no worker {rank!r}, {known}")
         member.read()
-        unsaid, died = not member.reported, member.died
+        unsaid = member.lost and not member.reported
         member.reported = True  # before it is ended here: a wait of another thread would take that for a death
-        self._end_member(member, _TERMINATED)
-        if unsaid and (member.failure or died):
-            self._log_failure(rank, member, ", and is started again")
+        self._end([rank], TERMINATED)
+        if unsaid:
+            self._log_loss(rank, member)
         self._start([rank])
 
     def start(self) -> Workers:
         """Start the workers and return when all are attached, as entering the `with` does. Returns these Workers.
 
         Raises:
-            ProtocolError: the publisher has Workers that run.
+            ProtocolError: the publisher has Workers that run; or the workers could not import `work`.
             WorkerFailed, WorkerDied, AckTimeout: not all workers are attached; none runs.
         """
-        self._used = True
         self._writer.check()
         if self._writer.worker_watch is not None:
             raise ProtocolError(
                 f"the publisher of arena {self._pub.name!r} has Workers already; leave those first, or "
                 "give them a larger n"
             )
-        self._restarts_left = dict.fromkeys(range(self._count), self._restarts)
-        self._started, self._ending = 0, False
+        self._ending = False
         try:
             self._writer.not_started.pop(self, None)
             self._writer.worker_watch = WorkerWatch(self._look, self._explains, self._before_write)
             self._start(range(self._count))
         except BaseException:
-            self._end(0.0)
+            self._end_all(0.0)
             self._writer.not_started[self] = self._count
             raise
         return self
@@ -226,7 +219,6 @@ class Workers:
 
         Raises as leaving does; where another exception is on its way, as in a `finally`, it logs that instead.
         """
-        self._used = True
         self._writer.not_started.pop(self, None)
         self.__exit__(*sys.exc_info())
 
@@ -238,52 +230,39 @@ class Workers:
     ) -> None:
         if self._pid != os.getpid() or not self._members:  # a fork's workers are the trainer's; or none was started
             return
+        grace, late, members = 0.0, [], dict(self._members)
         try:
-            members = dict(self._members)
             patience = self._writer.timeout if self._timeout is None else self._timeout
-            late = leave(self._members, pickle.dumps(LEAVE), time.monotonic() + patience)
-        except BaseException:  # Ctrl-C while it waits
-            self._end(0.0)
-            raise
-        self._end(_TERMINATED)
+            late = leave(members, "leave", time.monotonic() + patience)
+            grace = TERMINATED
+        finally:  # at once after a Ctrl-C
+            unsaid = {rank: member for rank, member in members.items() if rank not in late and not member.reported}
+            self._end_all(grace)
         if late:
             _log.warning(
                 "%s had not returned in time after the trainer left: terminated. A custom loop must end when "
                 "sub.publisher_alive is False, and must not wait for a queue that is no longer read",
                 listed(late),
             )
-        lost = [
-            (rank, member)
-            for rank, member in members.items()
-            if rank not in late and not member.reported and (member.failure is not None or member.died)
-        ]
+        lost = [(rank, member) for rank, member in unsaid.items() if member.lost]
         for rank, member in lost if error is not None else lost[1:]:
-            self._log_failure(rank, member)
+            self._log_loss(rank, member)
         if error is None and lost:
-            self._raise(*lost[0], self._writer.current[0])
+            self._raise(*lost[0])
 
-    def __del__(self) -> None:
-        if not getattr(self, "_used", True):
-            warnings.warn(
-                f"Workers of arena {self._pub.name!r} were made and never started; write `with shmsync.Workers(...):`",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-    def _look(self, version: int) -> None:
+    def _look(self, version: int = 0) -> None:
         """Restart the dead as often as that is allowed; raise what a worker failed with, or how it died."""
         if self._ending or not self._poll.poll(0):  # their deaths are on purpose; or nothing has happened
             return
         self._next_look = 0.0  # there may be more to raise
-        for member in list(self._members.values()):
-            member.read()
         for rank, member in list(self._members.items()):
-            if member.reported:
+            member.read()
+            if member.reported or not member.lost:
                 continue
-            if member.died and self._restarts_left[rank] > 0:
-                self._restarts_left[rank] -= 1
+            if member.failure is None and self._restarts[rank] > 0:
+                self._restarts[rank] -= 1
                 self.restart(rank)
-            elif member.failure is not None or member.died:
+            else:
                 self._raise(rank, member, version)
         self._watch()
 
@@ -292,7 +271,7 @@ class Workers:
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + _BETWEEN_LOOKS
-            self._look(self._pub.version)
+            self._look()
 
     def _watch(self) -> None:
         self._poll = select.poll()
@@ -301,9 +280,9 @@ class Workers:
 
     def _explains(self, error: WorkerDied) -> bool:
         """As _look(), when the reader table shows deaths. Do all of these workers run again?"""
-        for rank, member in list(self._members.items()):
+        for rank, member in self._members.items():
             if rank in error.missing:
-                member.process.join(EXIT_CODE)
+                member.process.join(EXIT_CODE)  # the table shows the end of its last thread a moment sooner
         self._look(error.version or 0)
         return self._ending or set(error.missing) <= set(self.alive)
 
@@ -328,41 +307,35 @@ class Workers:
                 for rank in ranks:
                     member = self._members[rank]
                     member.read()
-                    if rank in error.missing and (member.failure is not None or member.died):
-                        self._raise(rank, member, error.version)
+                    if rank in error.missing and member.lost:
+                        self._raise(rank, member, before=" before it was attached")
                 ranks = [rank for rank in ranks if rank not in error.missing]  # their function has returned already
         self._watch()
 
-    def _end(self, grace: float) -> None:
-        """End every worker, also if it is interrupted meanwhile."""
+    def _end_all(self, grace: float) -> None:
         self._ending = True
-        interrupted: BaseException | None = None
-        while self._members:
-            try:
-                for member in self._members.values():  # all at once, so that they have the same time
-                    if not member.dead:
-                        member.process.terminate()
-                rank, member = next(iter(self._members.items()))
-                self._end_member(member, grace)
-                del self._members[rank]
-            except KeyboardInterrupt as error:
-                interrupted, grace = error, 0.0
-        self._writer.worker_watch = None
-        if interrupted is not None:
-            raise interrupted
+        try:
+            self._end(list(self._members), grace)
+        finally:
+            self._members.clear()
+            self._writer.worker_watch = None
 
-    def _end_member(self, member: Process, grace: float) -> None:
-        member.end(grace)
-        if not self._writer.closed and member.process.pid is not None:
-            self._writer.free_rows_of(member.process.pid)
+    def _end(self, ranks: list[int], grace: float) -> None:
+        """End these workers. Their ends are no deaths to later waits."""
+        members = {rank: self._members[rank] for rank in ranks}
+        end(members, grace)
+        for member in members.values():
+            if not self._writer.closed and member.process.pid is not None:
+                self._writer.free_rows_of(member.process.pid)
 
-    def _log_failure(self, rank: int, member: Process, then: str = "") -> None:
+    def _log_loss(self, rank: int, member: Process) -> None:
         trace = "" if member.failure is None else f":\n{member.failure.trace}"
         verb = "died" if member.failure is None else "failed"
-        _log.warning("worker %d %s (%s)%s%s", rank, verb, member.how, then, trace)
+        _log.warning("worker %d %s (%s)%s", rank, verb, member.how, trace)
 
-    def _raise(self, rank: int, member: Process, version: int | None = None) -> None:
+    def _raise(self, rank: int, member: Process, version: int = 0, before: str = "") -> None:
         member.reported = True
+        version = version or self._writer.current[0]
         if member.failure is not None:
             cause = member.failure.exception()
             cause.__cause__ = RemoteTraceback(member.failure.trace)
@@ -372,36 +345,46 @@ class Workers:
                 version=version,
                 missing=[rank],
             ) from cause
-        hint = ""
-        if not member.began and member.process.exitcode == 1:  # it could not import the main file
-            hint = '; its own output has the reason. A script needs `if __name__ == "__main__":` around its start'
-        elif not member.attached:
-            hint = " before it was attached; its own output may have the reason"
+        how = member.how
+        if before:
+            before += "; its own output may have the reason"
+            if member.process.exitcode == 1:  # it could not import the main file
+                before += '. A script needs `if __name__ == "__main__":` around its start'
         raise WorkerDied(
-            f"worker {rank} died ({member.how}){hint}. Start another one with workers.restart({rank}), or pass "
+            f"worker {rank} died ({how}){before}. Start another one with workers.restart({rank}), or pass "
             "restart= for that",
             version=version,
             missing=[rank],
         )
 
 
-def _check_importable(work: Callable[..., Any]) -> None:
-    """Raise ProtocolError for a function that a new process cannot import by its name, before one is started."""
-    function: Any = work
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = getattr(function, "__func__", function)  # of a bound method
-    kind = function if hasattr(function, "__qualname__") else type(function)
-    main = sys.modules["__main__"]
-    file = getattr(main, "__file__", None)
-    why = ""
-    if "<locals>" in kind.__qualname__ or "<lambda>" in kind.__qualname__:
-        why = f"{kind.__qualname__}, which is defined inside a function"
-    elif kind.__module__ == "__main__" and getattr(main, "__spec__", None) is None and not os.path.exists(file or ""):
-        why = f"{kind.__qualname__} of __main__, which has no file (a notebook, python -c, or an interactive session)"
-    if why:
-        raise ProtocolError(
-            f"the workers cannot import {why}: put it into a file, as a function at the top level "
-            "of a module, and import it from there (in a notebook a cell with %%writefile makes one), or use "
-            "start_method='fork'"
-        )
+class WorkerQueue(queues.Queue):
+    """A multiprocessing.Queue; made by Workers.queue().
+
+    In the trainer get() raises WorkerFailed or WorkerDied, once each, and ProtocolError when the queue is empty and no
+    worker runs. Else it is as in the standard library: without a `timeout` it waits without limit, and raises
+    queue.Empty at the end of one.
+    """
+
+    def __init__(self, maxsize: int, context: Any, look: Callable[[], bool]) -> None:
+        super().__init__(maxsize, ctx=context)
+        self._look = look  # raises failures; False: no worker runs. It stays here: a pickled queue has none
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """The next item. Raises queue.Empty, WorkerFailed, WorkerDied, ProtocolError."""
+        look = getattr(self, "_look", None)
+        if look is None:
+            return super().get(block, timeout)
+        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+        while True:
+            running = look()
+            left = deadline - time.monotonic()
+            try:
+                return super().get(block and left > 0, min(left, _SLICE if running else _LAST))
+            except queue.Empty:
+                if not block or left <= 0:
+                    raise
+            if not running:
+                raise ProtocolError(
+                    "the queue is empty, and no worker runs that could fill it; workers.restart(rank) starts one"
+                )

@@ -6,39 +6,44 @@ What runs in the process itself is in worker_process.py.
 from __future__ import annotations
 
 import multiprocessing
+import pickle
+import re
 import select
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+from ..engine.deadlines import SLICE
 from ..engine.outcome import Failure
 from ..errors import ProtocolError
 from ..memory.process import Peer, me, poll, stay_if_exiting
-from .pipe import Pipe, milliseconds
-from .worker_process import ATTACHED, BEGAN, FAILED, Start, run
+from .worker_process import FAILED, RETURNED, run
 
+TERMINATED = 2.0  # seconds from SIGTERM to SIGKILL
 EXIT_CODE = 1.0  # seconds; a fork server reports an exit code a moment after the death
-_TERMINATED = 2.0  # seconds from SIGTERM to SIGKILL, at the exit of the trainer
 _COUNTERS = Path("/proc/vmstat")  # of the machine; kills at the limit of a cgroup count there too
 
 
 class Process:
     """One worker process and its pipe, over which messages (word, content) travel. Made started.
 
+    Both sides read and write the pipe with blocking calls: the trainer's messages always fit into it, and a worker that
+    does not read them is no reason for the trainer to wait.
+
     Args:
         context: the multiprocessing context.
-        who: its name in errors, as "worker 3".
+        who: its name, as "worker 3".
         body: called in the process as `body(control, *args)`; `control` is the worker's end of the pipe.
         args: they may have queues, locks and connections of this context.
         seed, threads: for its random generators, and torch.set_num_threads().
 
     Attributes:
-        failure: the exception that it has reported.
-        received: its messages that are not about its own state, oldest first.
+        failure: the first exception that it has reported.
+        received: its messages that are not about its own end, oldest first.
         over: it is dead, and its messages were all read.
-        began, attached: it runs Python code of `body`; it has said that it is attached.
         reported: its failure or death was raised, or it was ended on purpose.
 
     Raises ProtocolError in a daemon process, and for arguments that only forked processes can use.
@@ -54,14 +59,15 @@ class Process:
             )
         self.failure: Failure | None = None
         self.received: list[tuple[str, Any]] = []
-        self.over = self.began = self.attached = self.reported = False
+        self.over = self.reported = self._returned = False
         self._memory_kills = memory_kills()
         self.connection, theirs = context.Pipe()
-        self.pipe = Pipe.of(self.connection)
-        packed = args if context.get_start_method() == "fork" else Packed(args)
-        start = Start(who, me().owner, threads, seed)
-        name = f"shmsync-{who.replace(' ', '-')}"
-        self.process = context.Process(target=run, args=(start, body, packed, theirs), name=name, daemon=True)
+        self.process = context.Process(
+            target=run,
+            args=(me().owner, threads, seed, body, _Packed(args), theirs),
+            name=f"shmsync-{who.replace(' ', '-')}",
+            daemon=True,
+        )
         try:
             self.process.start()
         except RuntimeError as error:
@@ -82,82 +88,76 @@ class Process:
         return self.peer.dead or self.process.exitcode is not None  # the second also where there are no pidfds
 
     @property
-    def died(self) -> bool:
-        """Has it ended other than by returning, and without an exception that it reported? Call read() before."""
-        if self.failure is not None or not self.dead:
-            return False
-        self.process.join(EXIT_CODE)
-        return self.process.exitcode != 0 or not self.attached
+    def lost(self) -> bool:
+        """Has it failed, or ended without having returned? Call read() before."""
+        return self.failure is not None or (self.over and not self._returned)
 
     @property
     def how(self) -> str:
         """Its pid and how it ended, for an error."""
+        if self.over:
+            self.process.join(EXIT_CODE)
         words = str(self.peer)
         if self.process.exitcode == -9 and memory_kills() > self._memory_kills:
             words += ", possibly out of memory: the kernel has killed a process for that since this one was started"
         return words
 
-    def send(self, message: bytes) -> None:
-        """Send it a message, as far as the pipe takes it. Does nothing for a dead process."""
-        if not self.pipe.closed:
-            self.pipe.send(message)
+    def send(self, word: str, content: Any = None) -> None:
+        """Send it a message. Does nothing for a dead process."""
+        try:
+            self.connection.send((word, content))
+        except OSError:  # it is gone, which read() finds; or its pipe is closed here
+            pass
 
     def read(self) -> None:
-        """Take what it has sent, and write what its pipe takes now."""
-        if self.over or self.pipe.closed:
+        """Take what it has sent."""
+        if self.over:
             return
         gone = self.dead  # before the last look: what it sent, it sent before it died
-        self.pipe.flush()
         try:
-            while (found := self.pipe.receive()) is not None:
-                word, content = found[0]
+            while self.connection.poll():
+                word, content = self.connection.recv()
                 if word == FAILED:
-                    self.failure = content
-                elif word == BEGAN:
-                    self.began = True
-                elif word == ATTACHED:
-                    self.attached = True
+                    self.failure = self.failure or content
+                elif word == RETURNED:
+                    self._returned = True
                 else:
-                    self.received.append(found[0])
-        except EOFError:
+                    self.received.append((word, content))
+        except (EOFError, OSError):
             gone = True
         self.over = gone
 
     def watch(self, poller: select.poll) -> None:
         """Let this poll find its messages and its end, unless they are known."""
-        if not (self.over or self.pipe.closed or self.pipe.ended):
-            poller.register(self.pipe.fd, select.POLLIN)
-        if self.peer.fd is not None and not self.peer.dead:
-            poller.register(self.peer.fd, select.POLLIN)
+        if not self.over:
+            poller.register(self.connection, select.POLLIN)
+            if self.peer.fd is not None:
+                poller.register(self.peer.fd, select.POLLIN)
 
-    def end(self, grace: float) -> None:
-        """End it if it runs: SIGTERM, and SIGKILL after `grace` seconds. Idempotent."""
-        if self.process.exitcode is None and not self.dead:
-            self.process.terminate()
-            self.process.join(grace)
+    def close(self) -> None:
+        """Kill it if it runs, and close its pipe. Idempotent."""
         if self.process.exitcode is None:
             self.process.kill()
         self.process.join()  # of one that has ended too: else multiprocessing keeps its descriptor until the next start
         self.read()
+        self.over = True
         self.connection.close()
-        if self.peer.dead:
-            self.peer.close()
+        self.peer.close()
 
 
 def wait_for_any(members: Mapping[int, Process], deadline: float) -> None:
-    """Until one of these has sent something, or has ended; for 50 ms at most, and not beyond the deadline."""
+    """Until one of these has sent something, or has ended; for 25 ms at most, and not beyond the deadline."""
     poller = select.poll()
     for member in members.values():
         member.watch(poller)
-    poll(poller, milliseconds(deadline))
+    poll(poller, max(0.0, min(deadline - time.monotonic(), SLICE)) * 1e3)
     stay_if_exiting()
 
 
-def leave(members: Mapping[int, Process], order: bytes, deadline: float) -> list[int]:
-    """Send each process its last order and wait for its end; those that are late. Their messages are read meanwhile."""
+def leave(members: Mapping[int, Process], word: str, deadline: float) -> list[int]:
+    """Send each process its last message and wait for its end; those that are late. They are read from meanwhile."""
     for member in members.values():
-        if not member.dead:
-            member.send(order)
+        member.send(word)
     while living := {index: member for index, member in members.items() if not member.dead}:
         if time.monotonic() >= deadline:
             break
@@ -167,33 +167,48 @@ def leave(members: Mapping[int, Process], order: bytes, deadline: float) -> list
     return sorted(living)
 
 
-def end_at_exit(members: dict[int, Process]) -> None:
-    """End processes that run when the trainer exits. A stopped one would keep it in multiprocessing's own join."""
-    for member in members.values():
-        if not member.dead:
-            member.process.terminate()
-    deadline = time.monotonic() + _TERMINATED
-    for member in members.values():
-        member.end(max(0.0, deadline - time.monotonic()))
+def end(members: Mapping[int, Process], grace: float) -> None:
+    """End processes that run: SIGTERM for all, and SIGKILL after `grace` seconds, or at once on Ctrl-C."""
+    deadline = time.monotonic() + grace
+    try:
+        for member in members.values():
+            if not member.dead:
+                member.process.terminate()
+        while any(not member.dead for member in members.values()) and time.monotonic() < deadline:
+            wait_for_any(members, deadline)
+    finally:
+        for member in members.values():
+            member.close()
 
 
-class Packed:
-    """Arguments on their way into a process, unpickled there by load(), where an error can be reported."""
+class _Packed:
+    """Arguments that are unpickled by load(), in the process, where an error can be reported."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self._args = args
 
-    def __reduce__(self) -> Any:
-        return _Arrived, (bytes(ForkingPickler.dumps(self._args)),)  # while the process is started, as queues need it
+    def __getstate__(self) -> bytes:
+        with _named():
+            return bytes(ForkingPickler.dumps(self._args))  # while the process is started, as queues need it
 
-
-class _Arrived:
-    def __init__(self, pickled: bytes) -> None:
+    def __setstate__(self, pickled: bytes) -> None:
         self._pickled = pickled
 
     def load(self) -> tuple[Any, ...]:
-        args: tuple[Any, ...] = ForkingPickler.loads(self._pickled)
-        return args
+        with _named():
+            return pickle.loads(self._pickled) if hasattr(self, "_pickled") else self._args
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, pickle.PicklingError) as error:
+        raise ProtocolError(
+            f"the workers cannot import what they are given: {error}; put it into a file, as a function or class at "
+            "the top level of a module, and import it from there (in a notebook a cell with %%writefile makes one), or "
+            "use start_method='fork'"
+        ) from error
 
 
 def memory_kills(counters: Path = _COUNTERS) -> int:
@@ -202,7 +217,7 @@ def memory_kills(counters: Path = _COUNTERS) -> int:
     It only grows, and says how often, not whom.
     """
     try:
-        found = dict(line.split() for line in counters.read_text().splitlines())
-        return int(found.get("oom_kill", 0))
-    except (OSError, ValueError):
+        found = re.search(r"^oom_kill (\d+)$", counters.read_text(), re.MULTILINE)
+    except OSError:
         return 0
+    return int(found[1]) if found else 0

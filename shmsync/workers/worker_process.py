@@ -14,11 +14,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import psutil
 import torch
 
 from ..engine.outcome import Failure
@@ -27,56 +27,52 @@ from ..errors import ClosedError
 from ..memory.process import Peer, dead_parent
 from ..memory.segment import Handle
 
-LEAVE = "leave"  # the trainer's word
-BEGAN, ATTACHED, FAILED = "began", "attached", "failed"  # the worker's
+FAILED, RETURNED = "failed", "returned"  # the last word of a worker
 
 _BETWEEN_LOOKS = 1.0  # seconds
 _GRACE = 5.0  # seconds from the trainer's death to the worker's: one that notices it itself ends in its own way
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
-class Start(NamedTuple):
-    """What every worker process is started with."""
-
-    who: str
-    trainer: int  # its owner word
-    threads: int
-    seed: int
-
-
-class Reported(BaseException):
+class Reported(SystemExit):
     """The trainer has been told what failed; this process ends with exit code 1."""
 
 
-def run(start: Start, body: Callable[..., object], packed: Any, control: Connection) -> None:
-    """Call `body(control, *args)` in this process, and report to the trainer what it raises."""
+def run(trainer: int, threads: int, seed: int, body: Callable[..., object], packed: Any, control: Connection) -> None:
+    """Call `body(control, *args)` in this process, and report what it raises. `trainer`: its owner word."""
     # Ctrl-C in a terminal reaches every process of the group. The trainer decides what follows from it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     multiprocessing.current_process().daemon = False  # a daemon may have no children, as a DataLoader's
-    threading.Thread(target=_end_after, args=(start.trainer,), name="shmsync-watcher", daemon=True).start()
+    threading.Thread(target=_end_after, args=(trainer,), name="shmsync-watcher", daemon=True).start()
     _end_children_too(control)
-    torch.set_num_threads(start.threads)
-    seed_generators(start.seed)
-    control.send((BEGAN, None))
-    try:
-        body(control, *(packed if isinstance(packed, tuple) else packed.load()))
-    except Reported:
-        raise SystemExit(1) from None
-    except BaseException as error:
-        report(control, error)
-        raise SystemExit(1) from None
-
-
-def report(control: Connection, error: BaseException) -> None:
-    """Print an exception that was just caught to stderr, and send it to the trainer, unless that has died."""
-    if dead_parent() is not None:
-        return
-    failure = Failure.of(error)
-    with suppress(OSError, ValueError):  # stderr is closed
-        print(f"{multiprocessing.current_process().name} (pid {os.getpid()}) failed:", file=sys.stderr)
-        print(failure.trace, end="", file=sys.stderr, flush=True)
+    torch.set_num_threads(threads)
+    # Each worker has random numbers of its own: those from one fork server would all draw the same.
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+    with reported(control):
+        body(control, *packed.load())
     with suppress(OSError):  # the trainer is gone
-        control.send((FAILED, failure))
+        control.send((RETURNED, None))
+
+
+@contextmanager
+def reported(control: Connection) -> Iterator[None]:
+    """Print what is raised inside to stderr and send it to the trainer, unless that has died; then end the process."""
+    try:
+        yield
+    except Reported:
+        raise
+    except BaseException as error:
+        if dead_parent() is None:
+            failure = Failure.of(error)
+            with suppress(OSError, ValueError):  # stderr is closed
+                print(f"{multiprocessing.current_process().name} (pid {os.getpid()}) failed:", file=sys.stderr)
+                print(failure.trace, end="", file=sys.stderr, flush=True)
+            with suppress(OSError):  # the trainer is gone
+                control.send((FAILED, failure))
+        raise Reported(1) from None
 
 
 def _end_after(trainer: int) -> None:
@@ -85,19 +81,10 @@ def _end_after(trainer: int) -> None:
     while not peer.dead:
         time.sleep(_BETWEEN_LOOKS)
     time.sleep(_GRACE)
-    for pid in _descendants(os.getpid()):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _descendants(pid: int) -> list[int]:
-    """The children of a process, and theirs; a parent before its children."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            found += map(int, task.read_text().split())
-    return found + [each for child in found for each in _descendants(child)]
 
 
 def _end_children_too(control: Connection) -> None:
@@ -120,28 +107,18 @@ def _end_children_too(control: Connection) -> None:
     os.register_at_fork(before=before, after_in_child=after)
 
 
-def seed_generators(seed: int) -> None:
-    """Give each worker its own random numbers: those from one fork server would all draw the same."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
-
-
 def attach_and_work(control: Connection, handle: Handle, rank: int, work: Callable[..., object], *args: Any) -> None:
     """The body of a worker of Workers: the user's function, with a Subscriber."""
     sub = WorkerSubscriber(handle, rank, control)
-    with sub:
-        control.send((ATTACHED, None))
+    with sub, reported(control):  # before the Subscriber leaves: the trainer then knows why
         try:
             work(sub, *args)
-        except BaseException as error:
-            returns = isinstance(error, SystemExit) and error.code in (None, 0)
-            if returns or (isinstance(error, ClosedError) and sub.left):
-                return
-            report(control, error)  # before the Subscriber leaves: the trainer then knows why
-            raise Reported from None
+        except ClosedError:
+            if not sub.left:
+                raise
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise
 
 
 class WorkerSubscriber(Subscriber):
@@ -149,19 +126,16 @@ class WorkerSubscriber(Subscriber):
 
     def __init__(self, handle: Handle, worker: int, orders: Connection) -> None:
         self._orders = orders
-        self._orders_lock = threading.Lock()
         self._left = False
         super().__init__(handle, worker=worker, timeout=float("inf"))  # the trainer's end or order ends each wait
         reader_of(self).look_also = self._check_left
 
     @property
     def left(self) -> bool:
-        """Has the trainer left Workers?"""
-        with self._orders_lock:
-            if not self._left:
-                with suppress(EOFError, OSError):  # a trainer that has died says nothing; waits find that it is dead
-                    self._left = self._orders.poll(0) and bool(self._orders.recv_bytes())
-            return self._left
+        """Has the trainer left Workers? Its only message says so, and stays unread."""
+        if not self._left:
+            self._left = self._orders.poll() and super().publisher_alive  # a dead trainer's pipe shows its end there
+        return self._left
 
     @property
     def publisher_alive(self) -> bool:

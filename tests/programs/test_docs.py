@@ -10,10 +10,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_readmes_first_example_is_the_quickstart():
-    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+@pytest.mark.parametrize(
+    ("page", "program"),
+    [("README.md", "examples/quickstart.py"), ("tests/README.md", "tests/engine/versions/test_example.py")],
+)
+def test_a_readmes_first_example_is_a_program_that_runs(page, program):
+    block = re.search(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert block is not None
-    assert block.group(1) == (ROOT / "examples" / "quickstart.py").read_text()
+    assert block.group(1) == (ROOT / program).read_text()
 
 
 def test_every_local_link_of_the_docs_resolves():

@@ -1,21 +1,25 @@
-"""The guide for notebooks: its cells in a real kernel, which is interrupted."""
+"""Notebooks in a real kernel: that of the tutorial, and the cells of the guide, which are interrupted."""
 
 from __future__ import annotations
 
+import json
 import os
+import runpy
+import sys
 import threading
 from pathlib import Path
 
 import psutil
 import pytest
 
-from support.programs.pages import File, steps
+from support.programs.pages import File, same, steps
 
 pytest.importorskip("ipykernel", reason="notebooks need ipykernel, which shmsync[guides] brings")
 jupyter_client = pytest.importorskip("jupyter_client", reason="notebooks need jupyter_client, which ipykernel brings")
 
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "notebooks.md"
-BLOCKS = {each.name: each.text for each in steps(PAGE) if isinstance(each, File)}
+ROOT = Path(__file__).parents[2]
+BLOCKS = {each.name: each.text for each in steps(ROOT / "docs/guides/notebooks.md") if isinstance(each, File)}
+TUTORIAL = (ROOT / "examples/tutorial.ipynb").read_text()
 
 
 class Notebook:
@@ -23,6 +27,7 @@ class Notebook:
 
     def __init__(self, directory):
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
         self.manager = jupyter_client.KernelManager(kernel_name="python3")
         self.manager.start_kernel(cwd=str(directory), env=environment)
         self.connect()
@@ -32,7 +37,7 @@ class Notebook:
         self.client.start_channels()
         self.client.wait_for_ready(timeout=120)
 
-    def run(self, number, interrupt_when_it_says=None):
+    def run(self, cell, interrupt_when_it_says=None):
         """(what the cell prints on stdout, the name of the error that it ends with)."""
         said, error, heard = [], [], threading.Event()
 
@@ -52,14 +57,14 @@ class Notebook:
         button = threading.Thread(target=interrupt)
         if interrupt_when_it_says:
             button.start()
-        self.client.execute_interactive(BLOCKS[f"In [{number}]"], output_hook=hear, timeout=250)
+        self.client.execute_interactive(cell, output_hook=hear, timeout=250)
         if interrupt_when_it_says:
             button.join()
         return "".join(said), *(error or [None])
 
     def prints_what_it_shows(self, *numbers):
         for number in numbers:
-            assert self.run(number) == (BLOCKS.get(f"Out [{number}]", "Writing workers.py\n"), None)
+            assert self.run(BLOCKS[f"In [{number}]"]) == (BLOCKS.get(f"Out [{number}]", "Writing workers.py\n"), None)
 
     def children(self):
         kernel = psutil.Process(self.manager.provisioner.process.pid)
@@ -78,10 +83,25 @@ def notebook(tmp_path):
     opened.end()
 
 
+def test_the_notebook_of_the_tutorial_has_its_programs_and_outputs():
+    made = runpy.run_path(str(ROOT / "tools/notebook.py"))["notebook"]((ROOT / "docs/tutorial.md").read_text())
+    assert made == TUTORIAL, "run python tools/notebook.py"
+
+
+@pytest.mark.slow
+def test_the_notebook_of_the_tutorial_prints_what_it_shows(notebook):
+    cells = [each for each in json.loads(TUTORIAL)["cells"] if each["cell_type"] == "code"]
+    for cell in cells:
+        shown = "".join(line for output in cell["outputs"] for line in output["text"])
+        printed, error = notebook.run("".join(cell["source"]))
+        assert error is None
+        assert not shown or same(shown, printed.replace("\r\n", "\n"), loose=cell is cells[-1]), printed
+
+
 @pytest.mark.slow
 def test_the_cells_print_what_the_page_shows_also_after_an_interrupt_and_a_second_run(notebook):
     notebook.prints_what_it_shows(1, 2, 3)
-    _, error = notebook.run(4, interrupt_when_it_says="training")
+    _, error = notebook.run(BLOCKS["In [4]"], interrupt_when_it_says="training")
     assert error == "KeyboardInterrupt"
     notebook.prints_what_it_shows(5, 6)
     first = notebook.children()

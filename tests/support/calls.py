@@ -39,26 +39,6 @@ class Call(threading.Thread):
 
 
 @contextlib.contextmanager
-def elsewhere(context):
-    """Another thread, which is given, is inside this context meanwhile."""
-    inside, over = threading.Event(), threading.Event()
-
-    def stay():
-        with context:
-            inside.set()
-            over.wait(PATIENCE)
-
-    call = Call(stay)
-    try:
-        assert inside.wait(PATIENCE)
-        yield call
-    finally:
-        over.set()
-        call.join(PATIENCE)
-    call.result()
-
-
-@contextlib.contextmanager
 def meanwhile(function):
     """Another thread calls it again and again; an error of it is raised at the end."""
     over = threading.Event()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import multiprocessing
 import os
@@ -125,10 +124,3 @@ def remove_segments(pid):
     """What a killed publisher could not remove."""
     for path in segments(pid):
         path.unlink(missing_ok=True)
-
-
-def no_monitor():
-    """Keep tqdm, which parts of torch use, from starting a thread that stays."""
-    with contextlib.suppress(ImportError):
-        tqdm = importlib.import_module("tqdm")
-        tqdm.tqdm.monitor_interval = 0

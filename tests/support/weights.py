@@ -60,18 +60,6 @@ class Net(nn.Sequential):
         super().__init__(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
 
 
-class Scaled(nn.Module):
-    """Returns views of its own weights, as policies that store an action scale do."""
-
-    def __init__(self, value):
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((4,), float(value)))
-        self.register_buffer("shift", torch.full((4,), float(value)))
-
-    def forward(self):
-        return self.scale[1:3]
-
-
 def fill(module, value):
     """The module, every parameter and buffer filled with this value."""
     with torch.no_grad():
@@ -138,15 +126,3 @@ def filled(value, module=None):
         for parameter in module.parameters():
             parameter.grad = torch.full_like(parameter, -1.0)
     return module
-
-
-def states(value, prefix=""):
-    """The state_dict of such a module."""
-    return {f"{prefix}{name}": torch.full_like(t, value) for name, t in filled(0).state_dict().items()}
-
-
-def expect_ones(tensors):
-    """Check tensors that came from another process, and that they can be written."""
-    assert all(each.eq(1).all() for each in tensors)
-    for each in tensors:  # some are tied
-        each.detach().zero_()

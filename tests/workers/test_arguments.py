@@ -47,13 +47,13 @@ def test_callables_that_hold_a_queue(pub, form):
         assert sorted(answers.get() for _ in range(2)) == [0, 1]
 
 
-def test_functions_that_no_worker_can_import_are_refused_before_a_process_is_started(pub):
+def test_functions_that_no_worker_can_import_are_refused(pub):
     def inner(sub):
         pass
 
     for work in (inner, lambda sub: None, functools.partial(inner)):
         with pytest.raises(shmsync.ProtocolError, match=r"cannot import .*put it into a file.*start_method='fork'"):
-            shmsync.Workers(pub, work, 1)
+            shmsync.Workers(pub, work, 1).start()
     with shmsync.Workers(pub, inner, 2, start_method="fork"):
         pass
 

@@ -129,9 +129,6 @@ def test_workers_that_are_not_started_are_not_waited_for(pub):
     pub.publish(stamped(3), wait=[])
     workers.close()  # they will not be started
     pub.publish(stamped(4), wait=True)
-    with pytest.warns(RuntimeWarning, match="never started"):
-        shmsync.Workers(pub, jobs.apply, 2)
-    pub.publish(stamped(5), wait=True)
 
 
 def test_workers_without_a_with(pub):

@@ -24,6 +24,7 @@ from ...memory.arena import Arena
 from ...memory.devices import assign, has_address, holding, laid_out
 from ...memory.manifest import Key
 from ...memory.torch_modes import counts_changes, modes_are_on, plainly, run_plainly
+from ..copy.converting import Crossing
 from ..read.reading import ReadPath
 from ..source.leaf_check import is_wrapper
 from ..source.manifest_check import (
@@ -95,6 +96,7 @@ class Binding:
                 [(*stores.get(id(tensor), (None, "")), tensor, by_key[leaf].offset) for leaf, tensor in self.copied]
             )
             self._counted = [tensor for _, tensor in self.copied if counts_changes(tensor)]
+        self._crossing: Crossing | None = None
         self._sets: dict[int, tuple[list[torch.Tensor], int]] = {}  # by slot; with the address of the first
         self._address = 0  # of the first view that the parameters show; 0: they have private memory
         self._slot: int | None = None  # that the parameters show
@@ -189,10 +191,27 @@ class Binding:
             made = self._arena.views(slot)
             self._synchronize()
             with plainly():
+                crossing = self._crossing_of(copies)
+                if crossing is not None:
+                    views = [made[key] for key, _ in copies]
+                    crossing.to_device(self._arena.readonly_address(slot), views, [tensor for _, tensor in copies])
+                    copies = []
                 for key, buffer in (*copies, *self._empty):
                     assign(buffer, made[key])
             self._synchronize()
             self._empty.clear()
+
+    def _crossing_of(self, copies: list[tuple[Key, torch.Tensor]]) -> Crossing | None:
+        """How the device of all these copies fetches them from the host's memory by itself; None: it does not."""
+        if self._arena.on_device is not None or len(self._devices) != 1 or len(self._counted) != len(copies):
+            return None
+        (device, place), by_key = self._devices[0], self._arena.manifest.by_key
+        if device is None or any(tensor.device != place for _, tensor in copies) or self._arena.pin(device) is None:
+            return None
+        if self._crossing is None:
+            pairs = [(tensor, by_key[key]) for key, tensor in copies]
+            self._crossing = Crossing(pairs, range(len(pairs)), device)
+        return self._crossing
 
     def _synchronize(self) -> None:
         for _, device in self._devices:

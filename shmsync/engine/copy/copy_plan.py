@@ -97,7 +97,7 @@ class CopyPlan:
             self._tensors.match(flat)
         else:
             self._tensors.match(source)
-        self.conversions.use(self._tensors.converted)
+        self.conversions.tensors = self._tensors
         self.nbytes = self._tensors.bytes + self.conversions.written
 
     def match(self, source: Weights) -> bool:
@@ -105,20 +105,18 @@ class CopyPlan:
         tensors = self._tensors
         if (self._module is not None and self._module() is not source) or not tensors.match(source) or tensors.away:
             return False
+        if not self.conversions.none:
+            self.conversions.found(tensors.moved)
         if tensors.moved or self._mapped != arenas.mapped_so_far:
             self._mapped = -1  # until it is seen to be elsewhere
             if tensors.overlaps(self._arena.ranges()):
                 return False
             self._mapped = arenas.mapped_so_far
-        if not self.conversions.none:
-            self.conversions.use(tensors.converted)
         return True
 
     def release(self) -> None:
         """Keep no tensor of the source."""
         self._tensors.release()
-        if not self.conversions.none:
-            self.conversions.use([])
 
     @property
     def lacking(self) -> list[Leaf]:
@@ -136,10 +134,13 @@ class CopyPlan:
         self._tensors.copy_to(staging.data_ptr())
         self.conversions.write_aside(staging)
 
-    def copy_to(self, address: int, slot: int) -> None:
-        """Write the given leaves into this slot, which starts at `address`; plain bytes in one native call."""
+    def copy_to(self, address: int, slot: int, *, later: bool = False) -> None:
+        """Write the given leaves into this slot, which starts at `address`; plain bytes in one native call.
+
+        `later`: what lies on a device that has pinned the slab may come behind its current stream's work.
+        """
         if not self.conversions.none:
-            self.conversions.write(slot)
+            self.conversions.write(slot, later=later)
         self._tensors.copy_to(address)
 
 

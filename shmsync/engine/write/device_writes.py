@@ -1,8 +1,10 @@
-"""Publishing into an arena on a device: the copies are done later, and the device itself commits behind them.
+"""Publishing by a device: the copies are done later, and the device itself commits behind them.
+
+So it is for an arena on a device, and for one in the host's memory once a GPU that has a source can pin the slab.
 
 The trainer's thread asks its own current stream for the copies, and goes on. So they come after the work that makes the
-weights, and before what changes them next; what lies in the host's memory is copied aside at once. Only the commit
-waits on a stream of the arena's: the trainer's stream need not wait for it.
+weights, and before what changes them next; what lies in the host's memory is copied, or copied aside, at once. Only the
+commit waits on a stream of the arena's: the trainer's stream need not wait for it.
 
 INV: one version is under way at a time. Until it is committed, or known never to be, no other call touches the writer.
 """
@@ -64,10 +66,10 @@ def wait_for_sources(plan: CopyPlan, after: object, deadline: float, name: str) 
 
 
 class DeviceWrites:
-    """The copies of one publisher into its arena on a device, and the commit behind them.
+    """The copies of one publisher that a device makes, and the commit behind them.
 
     Args:
-        place: the arena's part on the device.
+        place: the slab, as the device has it.
         manifest: its leaves.
         name: the arena's, for errors.
         writer: the native writer, which commits.
@@ -75,7 +77,7 @@ class DeviceWrites:
 
     def __init__(self, place: OnDevice, manifest: Manifest, name: str, writer: _native.Writer) -> None:
         self._name, self._writer = name, writer
-        self._device, self._stream = place.device, place.stream
+        self._device, self._stream, self._in_host_memory = place.device, place.stream, place.pinned
         self._bytes = manifest.slot_bytes
         self._staging: torch.Tensor | None = None
         self._commit: _native.HostCall | None = None
@@ -89,8 +91,8 @@ class DeviceWrites:
         """May a version still be committed, so that no other call may use the writer?"""
         return self._commit is not None
 
-    def wait_until_published(self, deadline: float) -> bool:
-        """Wait until the version that is under way is published. False: there is none.
+    def wait(self, deadline: float) -> bool:
+        """Wait until the version that is under way is published; any thread may. False: there is none.
 
         Raises DeviceFailed when it never will be; then it is taken back. DeviceBusy at the deadline.
         """
@@ -114,6 +116,12 @@ class DeviceWrites:
                     "nothing newer was published; give it more time with timeout=",
                     version=self._number,
                 )
+        return True
+
+    def wait_until_published(self, deadline: float) -> bool:
+        """As wait(), for the thread that writes next."""
+        if not self.wait(deadline):
+            return False
         self._commit = None
         self._sources = ()
         self._asked = False
@@ -159,8 +167,12 @@ class DeviceWrites:
         """Copy what the plan has into the slot, which begins at `address`. `after`: what order() was given."""
         self._asked = True
         mine = self._device.current()
-        plan.conversions.write(slot)
-        staged = plan.staged()
+        if self._in_host_memory:
+            plan.copy_to(address, slot, later=True)
+            staged = []
+        else:
+            plan.conversions.write(slot)
+            staged = plan.staged()
         if staged:
             if self._staging is None:
                 self._staging = self._device.staging(self._bytes)

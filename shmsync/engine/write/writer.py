@@ -2,7 +2,8 @@
 
 Publisher shows it to users; schemes and Workers call it too. A version travels so: find the plan of its source, get a
 slot (begin), copy, commit, wait for acks. In an arena on a device the copies are done later, and the device commits
-behind them (device_writes.py): until then the native writer is the device's, so every call begins at ready().
+behind them (device_writes.py): until then the native writer is the device's, so every call begins at ready(). So it is
+in the host's memory too, once a GPU that had a source has pinned the slab.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Container
+from contextlib import suppress
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +26,14 @@ from ...errors import (
     ManifestMismatch,
     Poisoned,
     ProtocolError,
+    ShmSyncError,
     WorkerDied,
     WriterBusy,
 )
 from ...memory import arena as arenas
 from ...memory import segment
 from ...memory.arena import Arena, create
+from ...memory.devices import OnDevice
 from ...memory.manifest import Key
 from ...memory.process import Peers, me, pid_of, stay_if_exiting
 from ...memory.segment import RowId
@@ -50,6 +54,9 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
 
+_LAST_VERSION = 1.0  # seconds for one that is under way when the process ends
+
+
 class Writer:
     """Makes an arena for some weights, and writes its versions. Not yet ready for readers: see open().
 
@@ -61,7 +68,8 @@ class Writer:
         source: what publish() reads when it is given nothing; None when it must be given some.
         lock: held around each call that writes; a second holder gets WriterBusy at once.
         timeout: the arena's default, in seconds.
-        native: the writer's side of the protocol. On a device only behind ready().
+        native: the writer's side of the protocol. Where there is a `device`, only behind ready().
+        device: commits the versions, behind its copies. None: this process does, as long as no source was on a GPU.
         adopted: the module that is the slab.
         worker_watch: how calls that write learn of failures of Workers, which set it.
         not_started: Workers that wait to be started, and how many they are.
@@ -89,7 +97,10 @@ class Writer:
         self.plans = PlanCache(self.arena, name, filter, any_device=any_device)
         on_device = self.arena.on_device
         self.native = _native.Writer(self.arena.control, me().owner, on_device is not None)
-        self.device = None if on_device is None else DeviceWrites(on_device, manifest, name, self.native)
+        self.device: DeviceWrites | None = None
+        self._devices: list[DeviceWrites] = []  # this one, for the end
+        if on_device is not None:
+            self._commit_by(on_device)
         self.lock, self.peers, self.counts = _native.WriterLock(), Peers(), Counts()
         self.close_request = CloseRequest(self.lock)
         self.pin_wait = PinWait(self.arena, name, self.native, self.peers, me().owner, self.close_request)
@@ -104,7 +115,7 @@ class Writer:
         self._addresses = [self.arena.slot_address(slot) for slot in range(slots)]
         copy_by_value()
         self._closing: list[bool] = []  # filled by close(), which holds the lock itself
-        parts = self.arena, self._created, self.native, self.device, self.peers
+        parts = self.arena, self._created, self.native, self._devices, self.peers
         self._finalizer = util.Finalize(self, _clean_up, (*parts, self._closing), exitpriority=20)
 
     def open(self, first_version: int | None = None) -> None:
@@ -134,7 +145,7 @@ class Writer:
     def ready(self, deadline: float) -> None:
         """The gate of every call that writes: call it first, with the lock.
 
-        Raises as check(), for close() may have come between. What an interrupt has left of a write is undone. On a
+        Raises as check(), for close() may have come between. What an interrupt has left of a write is undone. With a
         device it waits until the version that is under way is published; raises WriterBusy when that is not in time,
         DeviceFailed when it never will be.
         """
@@ -145,7 +156,7 @@ class Writer:
             self.undo()
 
     def wait_until_published(self, deadline: float) -> None:
-        """On a device: wait until the version that is under way is published."""
+        """With a device: wait until the version that is under way is published."""
         if self.device is None:
             return
         try:
@@ -164,6 +175,8 @@ class Writer:
     def weights(self) -> TensorDictBase:
         """The published weights, zero-copy and read-only."""
         self.check()
+        if self.device is not None and self.arena.on_device is None:
+            self.device.wait(deadline_after(None, self.timeout))  # else the host may see them half copied
         return self.arena.weights(self.current[1])
 
     @property
@@ -246,10 +259,10 @@ class Writer:
         if acks is not None:
             self.refuse_wait(acks)
         if plan is not None and (after is not None or not plan.conversions.none):
-            if self.device is None:
-                wait_for_sources(plan, after, deadline, self.name)
-            else:
+            if self._copied_later(plan) and self.device is not None:
                 self.device.order(plan, after)
+            else:
+                wait_for_sources(plan, after, deadline, self.name)
         started = time.perf_counter()
         try:
             self._touched = False
@@ -279,6 +292,20 @@ class Writer:
         if acks is not None:
             self.wait_acks(version, acks, deadline)
         return version
+
+    def _copied_later(self, plan: CopyPlan) -> bool:
+        """Does the device copy this plan's converted leaves by itself? Into the host's memory only what lies on one."""
+        if self.arena.on_device is not None:
+            return True
+        devices = plan.conversions.devices
+        place = self.arena.pin(devices[0]) if len(devices) == 1 else None
+        if place is not None and self.device is None:
+            self._commit_by(place)
+        return place is not None
+
+    def _commit_by(self, place: OnDevice) -> None:
+        self.device = DeviceWrites(place, self.arena.manifest, self.name, self.native)
+        self._devices.append(self.device)
 
     def begin(self, deadline: float, version: int | None = None) -> None:
         """Get a slot to write, or raise with nothing written; the caller undoes. `version`: this one, not the next.
@@ -317,11 +344,14 @@ class Writer:
         pieces = self._dirty.begin(self.native.slot, given)
         if pieces:
             table = [(to + offset, source + offset, size) for offset, size in pieces]
-            _native.copy(table) if self.device is None else self.device.carry(table)
+            if self.device is None or self.arena.on_device is None:
+                _native.copy(table)
+            else:
+                self.device.carry(table)
             self.counts.bytes_copied += sum(size for _, _, size in table)
 
     def commit(self) -> int:
-        """Publish what was written; the new version. On a device: when it is written."""
+        """Publish what was written; the new version. With a device: when it is written."""
         if self.device is not None:
             return self.device.commit()
         version = int(self.native.commit())
@@ -353,8 +383,7 @@ class Writer:
     # ---- update() and adopt()
 
     def begin_update(self, deadline: float) -> TensorDictBase:
-        """Get a slot that has the current version, to be written in place; its weights. For Update, with the lock."""
-        self.ready(deadline)
+        """Get a slot that has the current version, to be written in place; its weights. For Update, after ready()."""
         self.refuse_poisoned()
         if self.worker_watch is not None:
             self.worker_watch.before_write()
@@ -522,6 +551,8 @@ class Writer:
             return
         with self.close_request.exclusive(deadline_after(None, self.timeout)):
             adopted, self.adopted = self.adopted, None
+            with suppress(DeviceFailed, WriterBusy):  # then readers keep the version before
+                self.wait_until_published(deadline_after(None, self.timeout))
             try:
                 if adopted is not None:
                     adopted.restore()
@@ -536,17 +567,17 @@ def _clean_up(
     arena: Arena,
     created: segment.Created,
     native: _native.Writer,
-    device: DeviceWrites | None,
+    devices: list[DeviceWrites],
     peers: Peers,
     closing: list[bool],
 ) -> None:
     """End the arena. Holds no Writer, so that it can run when that is collected, and at exit."""
-    if device is not None:
+    for device in devices:
+        with suppress(ShmSyncError):  # close() has waited before
+            device.wait(time.monotonic() + _LAST_VERSION)
         device.take_back()
     native.close()
     segment.withdraw(created)
     peers.close()
-    if (
-        closing or not util.is_exiting()
-    ):  # else a daemon thread may still copy, and the memory goes with the process anyway
+    if closing or not util.is_exiting():  # else a daemon thread may still copy; the memory goes with the process
         arena.release()

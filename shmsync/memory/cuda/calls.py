@@ -26,6 +26,7 @@ HANDLE_SIZE = 64  # bytes of CUDA's own handles
 STREAM_NON_BLOCKING = 1  # such a stream does not wait for the default stream, nor that one for it
 EVENT_NO_TIMING = 2
 HOST_PORTABLE = 1
+HOST_READ_ONLY = 8  # only for cudaHostRegister
 IPC_LAZY_PEER_ACCESS = 1
 
 Answer = tuple[Any, ...]
@@ -33,6 +34,7 @@ Answer = tuple[Any, ...]
 # Called as the bindings have them. Codes and modes convert to int.
 RUNTIME = (
     "cudaGetDeviceProperties", "cudaMemGetInfo", "cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost",
+    "cudaHostRegister", "cudaHostUnregister",
     "cudaStreamDestroy", "cudaStreamQuery", "cudaStreamIsCapturing", "cudaStreamWaitEvent", "cudaEventDestroy",
     "cudaEventRecord", "cudaEventQuery", "cudaIpcCloseMemHandle", "cudaGetLastError", "cudaGetErrorString",
 )  # fmt: skip
@@ -135,6 +137,18 @@ class TorchSide:
         """A storage over a __cuda_array_interface__, which torch keeps until the last tensor over it is gone."""
         with plainly():
             return torch.as_tensor(memory, device=torch.device("cuda", index)).untyped_storage()
+
+    def captured(self, index: int, stream: int, work: Callable[[], None]) -> Callable[[], None]:
+        """What `work` asks this stream for, as a CUDA graph: the call that launches it on the then current stream."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, torch.device("cuda", index))):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        replay: Callable[[], None] = graph.replay
+        return replay
 
     def cached(self, index: int) -> int:
         """Bytes of this GPU that torch's allocator keeps, and no tensor uses."""

@@ -7,6 +7,7 @@ INV: whatever is called here is called with this GPU as the thread's current one
 from __future__ import annotations
 
 import ctypes
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from .calls import (
     CAPTURE_ELSEWHERE,
     EVENT_NO_TIMING,
     HOST_PORTABLE,
+    HOST_READ_ONLY,
     NOT_READY,
     STREAM_NON_BLOCKING,
     Answer,
@@ -34,6 +36,8 @@ from .calls import (
     not_opened,
     refused,
 )
+
+_log = logging.getLogger("shmsync")
 
 # CUDA cuts smaller allocations out of a block of this size, and a handle shares the whole block.
 WHOLE_BLOCKS = 2 << 20
@@ -119,6 +123,7 @@ class Gpu:
         self._blocks = Blocks(self._unmap)
         self._events: dict[int, list[int]] = {}  # by GPU: those that may be used again
         self._probe: GpuStream | None = None
+        self._recording: GpuStream | None = None
         self._generation = _native.fork_generation()
 
     # Memory.
@@ -176,6 +181,17 @@ class Gpu:
         with plainly():
             return torch.frombuffer(memory, dtype=torch.uint8)
 
+    def pin(self, storage: torch.UntypedStorage, *, readonly: bool) -> None:
+        """As in Device."""
+        size, flags = storage.nbytes(), HOST_PORTABLE | (HOST_READ_ONLY if readonly else 0)
+        with self._here():
+            self._call(f"registering {size:,} bytes of the host's memory", "cudaHostRegister", storage.data_ptr(), size,
+                       flags, needed=size)  # fmt: skip
+
+    def unpin(self, storage: torch.UntypedStorage) -> None:
+        """As in Device."""
+        self._give_back(lambda: self._calls.cudaHostUnregister(storage.data_ptr()))
+
     # Streams.
 
     def stream(self) -> GpuStream:
@@ -227,6 +243,19 @@ class Gpu:
         with self._here():
             for to, source, size in pieces:
                 self._call(f"copying {size:,} bytes", "cudaMemcpyAsync", to, source, size, stream.handle)
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None] | None:
+        """As in Device: a CUDA graph, captured on a stream of its own. torch launches it with one call."""
+        if self._recording is None:
+            self._recording = self.stream()
+        try:
+            with self._here():
+                return self._side.captured(self._index, self._recording.handle, work)
+        except (DeviceFailed, ProtocolError, RuntimeError) as error:
+            _log.info("copies on %s are asked for one by one, since they cannot be captured: %s", self.name, error)
+            self._calls.cudaGetLastError()
+            self._recording = None  # it may still be captured
+            return None
 
     def call(self, stream: GpuStream, call: _native.HostCall) -> None:
         """As in Device. When CUDA refuses, the call may or may not be made: its ticket is left to it."""

@@ -332,7 +332,7 @@ class RemoteSender(WeightSender):
 
     @override
     def _post(self, source: Any, workers: list[int], deadline: float) -> Posted:
-        living = self._living(workers, self._transports)
+        living = self._living(workers)
         connected = {index: transport for index, transport in living.items() if transport.connected}
         version = self._version = self._version + 1  # now: a node may have it although this raises
         if self._nodes is not None:

@@ -70,7 +70,11 @@ class NodeArena:
             )
             writer_of(self.publisher).forget_source()
         else:
-            writer_of(self.publisher).publish(content, deadline, version=label.version)
+            writer = writer_of(self.publisher)
+            writer.publish(content, deadline, version=label.version)
+            if writer.device is not None:  # others are told of this version
+                with writer.lock:
+                    writer.ready(deadline)
         return News(label._replace(manifest=b"", extra=extra), self.publisher.handle)
 
     def close(self) -> None:

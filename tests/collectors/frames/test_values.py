@@ -10,8 +10,7 @@ import torch
 from gymnasium import spaces
 
 import shmsync
-from shmsync.collectors import env_values
-from shmsync.collectors.spaces import to_env
+from shmsync.collectors.spaces import fit, one_each, to_env
 from support.environments.basic import (
     BYTES,
     THREE,
@@ -49,13 +48,13 @@ KEPT = {
 def test_a_value_that_does_not_fit_is_refused(case):
     space, value, words = REFUSED[case]
     with pytest.raises(shmsync.DataMismatch, match=words):
-        env_values.fit(value, space.dtype, space.shape, "observation of reset()")
+        fit(value, space.dtype, space.shape, "observation of reset()")
 
 
 @pytest.mark.parametrize("case", KEPT)
 def test_a_value_that_fits_is_kept(case):
     space, value, recorded = KEPT[case]
-    found = torch.from_numpy(env_values.fit(value, space.dtype, space.shape, "observation of reset()"))
+    found = torch.from_numpy(fit(value, space.dtype, space.shape, "observation of reset()"))
     assert found.dtype == recorded.dtype
     assert torch.equal(torch.nan_to_num(found, -5), torch.nan_to_num(recorded, -5))
 
@@ -93,7 +92,7 @@ def test_a_step_that_returns_something_else_is_refused(collector, given, words):
 
 def test_a_reward_may_be_any_one_number(collector):
     for reward in (2, np.float64(2), np.array([2.0]), torch.tensor(2.0)):
-        assert env_values.number(reward, "reward") == 2
+        assert one_each(reward, 1, f32, "reward") == 2
     env = functools.partial(Odd, THREE, reset=np.zeros(3, f32), reward=True, terminated=np.bool_(True))
     batch = next(collector(env, Constant(), **ONE))
     assert (batch["next", "reward"] == 1).all() and batch["next", "terminated"].all()

@@ -52,8 +52,6 @@ def test_process_that_nobody_would_look_at_is_refused():
 
 def test_with_ends_the_scheme(any_entry, ends):
     with any_entry.make() as scheme:
-        with scheme as same:  # it may be nested
-            assert same is scheme
         scheme.init_on_sender("policy", **ends.sender)
         sender = scheme.get_sender()
         assert sender.worker_ids == [0]

@@ -51,13 +51,15 @@ def test_all_are_sent_to_before_the_first_is_asked(sender, boxes):
     assert [len(box.got) for box in boxes] == [2, 2, 2] and boxes[0].got[1] == "asked"
 
 
-def test_an_error_of_a_transport_names_the_worker_when_the_others_are_done(sender, boxes):
+def test_errors_of_transports_name_their_workers_when_the_others_are_done(sender, boxes):
     boxes[1].error = ZeroDivisionError("of the transport's own")
+    boxes[2].error = OSError("of another one")
     with pytest.raises(ZeroDivisionError, match="of the transport's own") as caught:
         sender.send(Stamped(1))
-    assert "worker 1" in caught.value.__notes__[-1]
+    assert "worker 1" in caught.value.__notes__[0]
+    assert "worker 2" in caught.value.__notes__[1] and "of another one" in caught.value.__notes__[1]
     assert [box.got[-1] for box in boxes] == ["asked"] * 3
-    boxes[1].error = None
+    boxes[1].error = boxes[2].error = None
     assert sender.send(Stamped(2)) == 2
 
 

@@ -103,6 +103,7 @@ def test_weights_come_from_anywhere_in_the_order_in_which_they_are_made(two, pla
 @pytest.mark.parametrize("slots", [1, 2])
 def test_into_host_memory_weights_that_are_not_made_in_time_are_not_published(two, slots):
     device = two["simulated:0"]
+    device.pins = False
     there = made("simulated:0", two, 1)
     with shmsync.Publisher({"t": there}, device="cpu", slots=slots) as pub, shmsync.Subscriber(pub.handle) as sub:
         stream = device.stream()

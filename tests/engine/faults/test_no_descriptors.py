@@ -1,14 +1,86 @@
 """A process without a free descriptor cannot look at others. What it cannot find out is not their death."""
 
+import contextlib
+import io
+import os
+import resource
+
 import pytest
 
 import shmsync
-from support.descriptors import attach_and_detach, open_and_close, open_descriptors, poor, run_command
-from support.jobs.engine import attach, begin_update, close_publisher, enter, leave, look, open_arena, publish, read
-from support.processes import segment_path
+from shmsync import cli
+from support.jobs.engine import (
+    attach,
+    begin_update,
+    close_publisher,
+    detach,
+    enter,
+    leave,
+    look,
+    open_arena,
+    publish,
+    read,
+)
+from support.processes import descriptors, segment_path
+from support.weights import stamped
 
 FREE = (0, 2, 5)  # from none to more than any call needs: each call gets further than the one before
 OWN_CALLS = pytest.mark.no_cuda(reason="CUDA's own calls to the system fail too, and the error is CUDA's")
+
+
+def exhaust(state, free=0):
+    """Use up all descriptors but so many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    state.limit, state.taken = (soft, hard), []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, soft), hard))
+    with contextlib.suppress(OSError):
+        while True:
+            state.taken.append(os.open("/dev/null", os.O_RDONLY))
+    for _ in range(free):
+        os.close(state.taken.pop())
+
+
+def replenish(state):
+    """Give them back."""
+    for fd in state.taken:
+        os.close(fd)
+    state.taken = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, state.limit)
+
+
+def poor(state, free, function, *args, **kwargs):
+    """function(state, ...) with so many free descriptors; its result, or the error's type and text."""
+    exhaust(state, free)
+    try:
+        result = function(state, *args, **kwargs)
+    except Exception as error:
+        result = type(error).__name__, str(error)
+    finally:
+        replenish(state)
+    return result
+
+
+def open_descriptors(_):
+    return descriptors()
+
+
+def run_command(state, command):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        status = cli.main([command])
+    return status, out.getvalue()
+
+
+def open_and_close(state, **kwargs):
+    shmsync.Publisher(stamped(1), **kwargs).close()
+    return "closed"
+
+
+def attach_and_detach(state, handle):
+    attach(state, handle)
+    found = look(state)
+    detach(state)
+    return found
 
 
 @pytest.mark.parametrize("slots", [1, 2])

@@ -1,4 +1,4 @@
-"""One Ray for the tests that need one node of it, and another one for those that need two."""
+"""One Ray and its actors for all tests."""
 
 import pytest
 
@@ -11,10 +11,10 @@ def one_ray():
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def crew(one_ray):
-    """Two actors that no test kills."""
+    """Two actors on the test's node, for RayWeightSyncScheme. A test kills none of them."""
     from shmsync import RayWeightSyncScheme
     from support.remote import ray_parts
 
-    return ray_parts.start(RayWeightSyncScheme(), 2)
+    return ray_parts.crew(RayWeightSyncScheme(), ["", ""])

@@ -13,9 +13,7 @@ pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brin
 
 import ray
 
-from shmsync import RayActorTransport, RayModuleTransformScheme, WorkerDied
-from support import processes
-from support.calls import naming
+from shmsync import RayActorTransport, RayModuleTransformScheme
 from support.conformance.contexts import Context
 from support.remote import ray_parts as parts
 from support.weights import fill
@@ -25,10 +23,10 @@ pytestmark = pytest.mark.slow  # Ray starts for a minute; the three kinds of act
 MODEL_ID = "env.transform[0]"
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def crew(one_ray):
-    """Two actors that no test kills."""
-    return parts.start({MODEL_ID: RayModuleTransformScheme()}, 2, kind=parts.ModuleActor)
+    """Two actors with a module. A test kills none of them."""
+    return parts.crew({MODEL_ID: RayModuleTransformScheme()}, ["", ""])
 
 
 @pytest.fixture
@@ -56,10 +54,10 @@ def test_a_transport_without_an_actor_does_nothing_until_it_has_one(actor):
     transport.set_actor(actor)
     assert transport.check_connection()
     transport.send_weights(MODEL_ID, parts.net(5.0).state_dict())
-    assert ray.get(actor.look.remote())[0] == 5.0
+    assert ray.get(actor.look.remote(MODEL_ID))[0] == 5.0
     transport.set_actor(None)
     transport.send_weights(MODEL_ID, parts.net(6.0).state_dict())
-    assert ray.get(actor.look.remote())[0] == 5.0
+    assert ray.get(actor.look.remote(MODEL_ID))[0] == 5.0
 
 
 @pytest.mark.parametrize(("strategy", "name"), [("tensordict", "actors"), ("state_dict", "actor_refs")])
@@ -67,7 +65,7 @@ def test_actors_can_be_given(crew, actor, name, strategy):
     sender = sender_of(strategy=strategy, **{name: [crew[0], Context(_actor=crew[1])]})
     for version in (1, 2):
         assert sender.send(parts.net(version)) == version
-        assert parts.ask(crew, "look") == [(float(version), version)] * 2
+        assert parts.ask(crew, "look", MODEL_ID) == [(float(version), version)] * 2
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
@@ -78,7 +76,7 @@ def test_the_actor_is_found_in_the_context_when_it_is_first_needed(actor, wrappe
         sender.send(parts.net(1.0))
     context.env.transform.append(Context(_actor=actor) if wrapped else actor)
     assert sender.send(parts.net(1.0)) == 1
-    assert ray.get(actor.look.remote()) == (1.0, 1)
+    assert ray.get(actor.look.remote(MODEL_ID)) == (1.0, 1)
 
 
 def test_a_source_model_is_read_again_at_each_send(actor):
@@ -88,31 +86,16 @@ def test_a_source_model_is_read_again_at_each_send(actor):
     for version in (1, 2):
         fill(model, version)
         assert sender.send() == version
-        assert ray.get(actor.look.remote()) == (float(version), version)
+        assert ray.get(actor.look.remote(MODEL_ID)) == (float(version), version)
 
 
-def test_a_killed_actor_is_named(crew):
-    (actor,) = parts.start({MODEL_ID: RayModuleTransformScheme()}, kind=parts.ModuleActor)
-    sender = sender_of(actors=[crew[0], actor])
-    sender.send(parts.net(1.0))
-    processes.kill(ray.get(actor.pid.remote()))
-    with naming(WorkerDied, [1]):
-        sender.send(parts.net(2.0))
-    assert sender.send(parts.net(3.0)) == 3
-    assert ray.get(crew[0].look.remote()) == (3.0, 3)
-
-
-def test_fan_out_binds_the_module_to_shared_memory():
-    actors = parts.start({MODEL_ID: RayModuleTransformScheme()}, 2, kind=parts.ModuleActor)
+def test_fan_out_binds_the_module_to_shared_memory(crew):
     scheme = RayModuleTransformScheme(fan_out="node", timeout=math.inf)
-    scheme.init_on_sender(MODEL_ID, actors=actors)
-    try:
-        for version in (1, 2):
-            assert scheme.get_sender().send(parts.net(version)) == version
-            assert parts.ask(actors, "look") == [(float(version), version)] * 2
-    finally:
-        scheme.shutdown()
-        parts.end(actors)
+    scheme.init_on_sender(MODEL_ID, actors=crew)
+    for version in (1, 2):
+        assert scheme.get_sender().send(parts.net(version)) == version
+        assert parts.ask(crew, "look", MODEL_ID) == [(float(version), version)] * 2
+    scheme.shutdown()
 
 
 def test_torchrls_own_module_transform_takes_what_is_sent():
@@ -130,7 +113,7 @@ def test_torchrls_own_module_transform_takes_what_is_sent():
         sender_of(context, strategy=strategy, source_model=module).send()
         embedded = transform(TensorDict({"observation": torch.ones(parts.SIZE)}))["embedded"]
         assert torch.equal(embedded, torch.full((parts.SIZE,), value * (parts.SIZE + 1.0)))
-    parts.end([transform._actor])
+    ray.kill(transform._actor)
 
 
 def test_without_ray_the_classes_import_and_their_use_names_the_extra():

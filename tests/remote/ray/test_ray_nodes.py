@@ -17,8 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_one_worker_of_another_node_publishes_for_it_and_another_one_when_it_died(one_ray):
-    far = {"runtime_env": {"env_vars": {"SHMSYNC_NODE": "far"}}}
-    crew = parts.start(RayWeightSyncScheme(), 1) + parts.start(RayWeightSyncScheme(), 3, **far)
+    crew = parts.crew(RayWeightSyncScheme(), ["", "far", "far", "far"])
     scheme = RayWeightSyncScheme(fan_out="node", timeout=math.inf)
     scheme.init_on_sender("policy", remote_collectors=crew)
     sender = scheme.get_sender()
@@ -28,8 +27,7 @@ def test_one_worker_of_another_node_publishes_for_it_and_another_one_when_it_die
     used = parts.ask(crew, "used")
     assert {permissions for permissions, _, _ in used} == {"r--s"}
     assert used[0][1] != used[1][1] and len({inode for _, inode, _ in used[1:]}) == 1
-    leader = parts.pids(crew)[1]
-    processes.kill(leader)
+    leader = parts.kill_one(crew[1])
     with naming(WorkerDied, [1]):
         sender.send(parts.net(3))
     processes.remove_segments(leader)
@@ -38,4 +36,3 @@ def test_one_worker_of_another_node_publishes_for_it_and_another_one_when_it_die
         assert sender.send(parts.net(value)) == value
         assert parts.ask(left, "look") == [(float(value), value)] * 3
     scheme.shutdown()
-    parts.end(left)

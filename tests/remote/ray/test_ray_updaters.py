@@ -1,4 +1,4 @@
-"""RayWeightUpdater, with real actors."""
+"""RayWeightUpdater, with real actors, and what it and a sender do when an actor dies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 from tensordict import TensorDict
 
 from shmsync import AckTimeout, RayWeightSyncScheme, RayWeightUpdater, WorkerDied
-from support import processes
 from support.calls import naming
 from support.weights import fill
 
@@ -75,24 +74,6 @@ def test_a_worker_is_skipped_until_more_than_max_interval_batches_passed(crew):
     assert counted(crew, updater_of(crew, max_interval=1), [None, [0], [0, 1]]) == [1, 1]
 
 
-def test_a_killed_actor_is_named_and_left_out(crew):
-    (actor,) = parts.start(RayWeightSyncScheme("tensordict"))
-    updater, called = updater_of([*crew, actor]), []
-    updater.register_post_hook(lambda: called.append(None))
-    updater.push_weights(parts.net(1.0))
-    processes.kill(ray.get(actor.pid.remote()))
-    with naming(WorkerDied, [2]):
-        updater.push_weights(parts.net(2.0))
-    assert values(crew) == [2.0] * 2
-    assert len(called) == 1  # that push did not go well
-    updater.push_weights(parts.net(3.0))
-    assert values(crew) == [3.0] * 2
-    assert len(called) == 2
-    with pytest.raises(WorkerDied, match="worker 2 died before"):
-        updater.push_weights(parts.net(4.0), worker_ids=2)
-    assert len(called) == 2
-
-
 @pytest.mark.slow
 def test_a_busy_actor_is_late(crew, tmp_path):
     updater = updater_of(crew, timeout=2.0)
@@ -119,3 +100,30 @@ def test_the_list_of_actors_is_read_at_each_push(crew):
     del actors[0]
     updater.push_weights(parts.net(4.0))
     assert values(crew) == [3.0, 4.0]
+
+
+def test_a_killed_actor_is_named_and_another_takes_its_place(crew):
+    first, second = crew
+    scheme = RayWeightSyncScheme(timeout=math.inf)
+    scheme.init_on_sender("policy", remote_collectors=crew)
+    sender, updater, called = scheme.get_sender(), updater_of(crew), []
+    updater.register_post_hook(lambda: called.append(None))
+    sender.send(parts.net(1.0))
+    updater.push_weights(parts.net(1.0))
+    parts.kill_one(second)
+    with naming(WorkerDied, [1]):
+        sender.send(parts.net(2.0))
+    assert sender.send(parts.net(3.0)) == 3
+    assert parts.ask([first], "look") == [(3.0, 3)] and sender.is_dead(1)
+    before = parts.ask([first], "count")[0]
+    sender.register_worker(1, first)
+    assert sender.send(parts.net(4.0)) == 4
+    assert parts.ask([first], "look") == [(4.0, 4)] and parts.ask([first], "count") == [before + 2]
+    with naming(WorkerDied, [1]):
+        updater.push_weights(parts.net(5.0))
+    assert values([first]) == [5.0] and len(called) == 1  # that push did not go well
+    updater.push_weights(parts.net(6.0))
+    assert values([first]) == [6.0] and len(called) == 2
+    with pytest.raises(WorkerDied, match="worker 1 died before"):
+        updater.push_weights(parts.net(7.0), worker_ids=1)
+    assert len(called) == 2

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from tensordict import TensorDict
 
-from shmsync.workers.pipe import Pipe
+from shmsync.schemes.pipe import Pipe
 from support import holdings
 from support.conformance.contexts import Failing, Lookup, Stubborn
 from support.conformance.nets import Stamped, ask

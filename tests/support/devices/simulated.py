@@ -56,6 +56,9 @@ class Simulated:
         self.prompt = prompt
         self.copies = 0
         self.casts = 0  # tensors that changed their dtype on their way
+        self.pins = True  # memory of the host; or does it refuse that?
+        self.pinned: dict[int, tuple[int, bool]] = {}
+        self.recorded = 0  # how often
         self.captured: list[Any] = []  # streams whose work is recorded, not done
         self.allocated = 0  # how often: tests find publishers by it
         self._seeds = random.Random(seed)
@@ -100,6 +103,16 @@ class Simulated:
     def staging(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device="cpu")
 
+    def pin(self, storage: torch.UntypedStorage, *, readonly: bool) -> None:
+        if not self.pins:
+            from shmsync.errors import DeviceFailed
+
+            raise DeviceFailed(f"{self.name} pins no memory")
+        self.pinned[storage.data_ptr()] = storage.nbytes(), readonly
+
+    def unpin(self, storage: torch.UntypedStorage) -> None:
+        del self.pinned[storage.data_ptr()]
+
     def stream(self) -> Stream:
         stream = Stream(self, self._seeds.getrandbits(32))
         self._streams.add(stream)
@@ -127,18 +140,20 @@ class Simulated:
 
     def copy(self, stream: Any, pieces: list[tuple[int, int, int]]) -> None:
         self.copies += len(pieces)
-        if stream is HOST:
-            for to, source, size in pieces:
-                ctypes.memmove(to, source, size)
-            return
         for to, source, size in pieces:
             half = size // 2  # in two steps, so that a half is seen where no wait is for the whole
-            stream.give(lambda to=to, source=source, half=half: ctypes.memmove(to, source, half) and None)
-            stream.give(
-                lambda to=to, source=source, half=half, size=size: (
-                    ctypes.memmove(to + half, source + half, size - half) and None
-                )
-            )
+            for at, many in ((0, half), (half, size - half)):
+                self.kernel(partial(ctypes.memmove, to + at, source + at, many), stream)
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        steps: list[Callable[[], None]] = []
+        self.recorded += 1
+        self._here.steps = steps
+        try:
+            work()
+        finally:
+            self._here.steps = None
+        return lambda: [self.kernel(step) for step in steps] and None
 
     def capturing(self, stream: Any) -> bool:
         return stream in self.captured
@@ -146,7 +161,7 @@ class Simulated:
     def call(self, stream: Any, call: Any) -> None:
         run = partial(on_a_drivers_thread, type(call).function, call.ticket())
         self.kernel(run, stream)
-        if stream is not HOST and self.prompt and self.allocated:
+        if stream is not HOST and self.prompt and (self.allocated or self.pinned):
             stream.record().done.wait()
 
     def wait(self, stream: Any, seconds: float) -> bool:
@@ -186,7 +201,10 @@ class Simulated:
     def kernel(self, work: Callable[[], None], stream: Any = None) -> None:
         """Work for a stream, by default the current one."""
         stream = self.current() if stream is None else stream
-        work() if stream is HOST else stream.give(work)
+        if getattr(self._here, "steps", None) is not None:
+            self._here.steps.append(work)
+        else:
+            work() if stream is HOST else stream.give(work)
 
     def gate(self, stream: Any) -> Done:
         """What the stream is given from now on is done after this is set."""

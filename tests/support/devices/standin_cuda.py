@@ -17,13 +17,22 @@ import threading
 from collections import Counter
 from types import SimpleNamespace
 
+from shmsync._native import is_watched
 from shmsync.memory.cuda.gpu import Gpu
 from support.devices.standin_torch import StandInTorch, TorchCopies
 from support.devices.streams import Event, Stream, on_a_drivers_thread
 
 BLOCK = 2 << 20
 MEMORY = 1 << 28  # of each GPU
-GIVE_BACK = {"cudaFree", "cudaFreeHost", "cudaStreamDestroy", "cudaEventDestroy", "cudaIpcCloseMemHandle", "restore"}
+GIVE_BACK = {
+    "cudaFree",
+    "cudaFreeHost",
+    "cudaHostUnregister",
+    "cudaStreamDestroy",
+    "cudaEventDestroy",
+    "cudaIpcCloseMemHandle",
+    "restore",
+}
 TALK = {"cudaGetLastError", "cudaGetErrorString"}
 
 
@@ -94,6 +103,8 @@ class Proxy:
         self.allocations = {}  # address: (GPU, size, memory)
         self._small = {}  # GPU: what is left of a block that small allocations share
         self.hosted = {}
+        self.registered = {}  # address: (size, flags)
+        self.graphs = {}  # handles of streams that torch captures: what they were given
         self.streams = {}
         self.events = {}  # handle: [GPU, Event or None]
         self.mappings = {}  # address: [users, handle]
@@ -109,7 +120,10 @@ class Proxy:
     def left(self):
         """What was made and not given back; events are kept for the next time."""
         made = Counter(
-            memory=len(self.allocations), host=len(self.hosted), streams=len(self.streams), mappings=len(self.mappings)
+            memory=len(self.allocations),
+            host=len(self.hosted) + len(self.registered),
+            streams=len(self.streams),
+            mappings=len(self.mappings),
         )
         return +made
 
@@ -125,6 +139,10 @@ class Proxy:
                 self._defaults[gpu] = Stream(self, gpu)
             return self._defaults[gpu]
         return self.streams[handle][1]
+
+    def give(self, handle, work):
+        """Work for a stream, or for the graph that it is captured for."""
+        self.graphs[handle].append(work) if handle in self.graphs else self.stream_of(handle).give(work)
 
     def kernel(self, work, handle=None):
         """Work of the user for a stream, by default the current one of GPU 0."""
@@ -232,6 +250,18 @@ class Proxy:
         del self.hosted[address]
         return (Code(0),)
 
+    @recorded()
+    def cudaHostRegister(self, address, size, flags):
+        if address in self.registered:
+            return (self._wrong(712),)
+        self.registered[address] = size, flags
+        return (Code(0),)
+
+    @recorded()
+    def cudaHostUnregister(self, address):
+        del self.registered[address]
+        return (Code(0),)
+
     @recorded(b"")
     def cudaIpcGetMemHandle(self, address):
         if address not in self.allocations:
@@ -319,7 +349,11 @@ class Proxy:
         """Does this lie in memory that a stream of this process may copy?"""
         known = [(base, each[1]) for base, each in self.allocations.items()]
         known += [(base, memory.size) for base, memory in (*self.hosted.items(), *self.mappings.items())]
-        return any(base <= address and address + size <= base + whole for base, whole in known)
+        known += [(base, whole) for base, (whole, _) in self.registered.items()]
+        if any(base <= address and address + size <= base + whole for base, whole in known):
+            return True
+        ended = any(memory.address <= address < memory.address + memory.size for memory in _kept)
+        return not ended and not is_watched(address)  # else it is torch's
 
     @recorded()
     def cudaMemcpyAsync(self, to, source, size, stream):
@@ -327,7 +361,7 @@ class Proxy:
             return (self._wrong(1),)
         half = size // 2
         for at, many in ((0, half), (half, size - half)):
-            self.stream_of(stream).give(lambda at=at, many=many: ctypes.memmove(to + at, source + at, many) and None)
+            self.give(stream, lambda at=at, many=many: ctypes.memmove(to + at, source + at, many) and None)
         return (Code(0),)
 
     @recorded()

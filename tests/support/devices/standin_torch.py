@@ -19,6 +19,8 @@ class StandInTorch:
     def __init__(self, calls):
         self._calls = calls
         self._local = threading.local()
+        self.refuses_captures = False
+        self.launches = 0
         self.copies = False  # does wrap() give a copy, as a torch that could not use the memory would?
 
     @property
@@ -65,6 +67,23 @@ class StandInTorch:
         weakref.finalize(storage, id, memory).atexit = False  # it lives as long as tensors over it
         return storage
 
+    def captured(self, index, stream, work):
+        if self.refuses_captures:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        steps = self._calls.graphs[stream] = []
+        try:
+            with self.on(index), self.stream(stream):
+                work()
+        finally:
+            del self._calls.graphs[stream]
+
+        def launch():
+            self.launches += 1
+            for step in steps:
+                self._calls.stream_of(self.current(index), index).give(step)
+
+        return launch
+
     def cached(self, index):
         return 4096
 
@@ -79,7 +98,10 @@ class TorchCopies:
     def current(self):
         if threading.current_thread().name == "simulated stream":  # a kernel, which is the stream's work itself
             return HOST
-        return self._calls.stream_of(self._calls.side.current(0), 0)
+        handle = self._calls.side.current(0)
+        if (steps := self._calls.graphs.get(handle)) is not None:
+            return SimpleNamespace(give=steps.append)
+        return self._calls.stream_of(handle, 0)
 
     def kernel(self, work, stream):
         work() if stream is HOST else stream.give(work)

@@ -1,4 +1,8 @@
-"""Actors of the tests with Ray, and what those tests ask Ray and the kernel. Ray's workers import this module."""
+"""Actors of the tests with Ray, and what those tests ask Ray and the kernel. Ray's workers import this module.
+
+Starting Ray takes seconds, and starting an actor imports torch: a session has one Ray, and few actors, which take part
+in one test after the other.
+"""
 
 from __future__ import annotations
 
@@ -12,91 +16,71 @@ import torch
 from torch import nn
 
 from support.holdings import mapping_at
-from support.processes import PATIENCE, until
+from support.processes import PATIENCE, kill, until
 from support.weights import fill
 
 SIZE = 256  # a net is 257 KiB: more than Ray would put into its messages
-OPTIONS = {
-    "log_to_driver": False,
-    "logging_level": "ERROR",
-    "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}},
-}
 SYSTEM = {
     "worker_niceness": 0,  # by default Ray's workers come last, behind all tests that run beside these
     # When Ray's head is slow to hear of a death, calls wait for it so long, and only then say "unavailable".
     "timeout_ms_task_wait_for_death_info": 10_000,
 }
-
-
-_ends = []
-
-
-def instead_of_the_last(end):
-    """End the last Ray: it runs once in a process. `end()`: ends the one that begins now; more than once, too."""
-    while _ends:
-        _ends.pop()()
-    _ends.append(end)
+_crew = []  # the living actors
 
 
 @contextlib.contextmanager
 def one_node():
-    """Ray on this machine, for many tests: starting it costs seconds, so one that is there already is used."""
+    """Ray on this machine; one that is there already is used."""
     if ray.is_initialized():
         yield
         return
-    instead_of_the_last(ray.shutdown)
+    os.environ["OMP_NUM_THREADS"] = "1"  # not in a runtime_env, which has its own agent, and no worker started ahead
     ray.init(
-        "local", num_cpus=1, object_store_memory=256 << 20, include_dashboard=False, _system_config=SYSTEM, **OPTIONS
-    )
-    session = _session()
+        "local", num_cpus=1, object_store_memory=256 << 20, include_dashboard=False, _system_config=SYSTEM,
+        log_to_driver=False, logging_level="ERROR",
+    )  # fmt: skip
+    session = ray._private.worker.global_worker.node.get_session_dir_path()  # has Ray's logs
     try:
         yield
     finally:
+        _crew.clear()
         ray.shutdown()
         shutil.rmtree(session, ignore_errors=True)
-
-
-def _session():
-    """The folder of Ray's logs."""
-    return ray._private.worker.global_worker.node.get_session_dir_path()
 
 
 # ---- what they hold
 
 
-def net(value=0.0, size=SIZE):
+def net(value=0.0):
     """A net whose parameters are all `value`."""
-    return fill(nn.Linear(size, size), value)
+    return fill(nn.Linear(SIZE, SIZE), value)
 
 
 def value_of(module):
     """What all parameters of a net() are, by a forward pass."""
-    size = module.in_features
     with torch.no_grad():
-        outputs = module(torch.ones(size)) / (size + 1)
+        outputs = module(torch.ones(SIZE)) / (SIZE + 1)
     assert outputs.min() == outputs.max()
     return outputs[0].item()
 
 
-class Process:
-    """What all actors of these tests can be asked."""
+class Actor:
+    """Has a net and a receiver for each scheme, which are given by model id."""
 
-    def pid(self):
-        return os.getpid()
-
-    def hold(self, path):
-        """Be busy until there is a file of this name."""
-        until(Path(path).exists)
-
-
-class Worker(Process):
-    """An actor with one net for each scheme, which are given by model id."""
-
-    def __init__(self, schemes, size=SIZE):
+    def __init__(self):
         torch.set_num_threads(1)
-        self.nets = {model_id: net(0.0, size) for model_id in schemes}
+        self.receivers = {}
+
+    def begin(self, schemes, node):
+        """Begin a test, on the node of this name."""
+        for receiver in self.receivers.values():
+            receiver.close()
+        os.environ["SHMSYNC_NODE"] = node
+        self.nets = {model_id: net() for model_id in schemes}
+        (self.module, *_) = self.nets.values()  # where RayModuleTransformScheme looks for it
         for model_id, scheme in schemes.items():
-            scheme.init_on_worker(model_id, model=self.nets[model_id])
+            found = {"model": self.nets[model_id]} if model_id == "policy" else {"context": self}
+            scheme.init_on_worker(model_id, **found)
         self.receivers = {model_id: scheme.get_receiver() for model_id, scheme in schemes.items()}
         self.calls = 0
 
@@ -104,6 +88,12 @@ class Worker(Process):
         self.calls += 1
         label = getattr(policy_or_weights, "label", None)
         self.receivers[label.model_id if label else "policy"].apply_weights(policy_or_weights)
+
+    def _update_weights_tensordict(self, params):
+        self.update_policy_weights_(params)
+
+    def _update_weights_state_dict(self, state_dict):
+        self.update_policy_weights_(state_dict)
 
     def look(self, model_id="policy"):
         """(value, version) of what it uses now."""
@@ -113,41 +103,29 @@ class Worker(Process):
         """How often it was given weights."""
         return self.calls
 
-    def used(self, model_id="policy"):
+    def used(self):
         """The mapping in which the weights lie that its net uses."""
-        return mapping_at(self.nets[model_id].weight.data_ptr())
+        return mapping_at(self.nets["policy"].weight.data_ptr())
+
+    def pid(self):
+        return os.getpid()
+
+    def hold(self, path):
+        """Be busy until there is a file of this name."""
+        until(Path(path).exists)
 
 
-class ModuleActor(Process):
-    """What a RayModuleTransform has for an actor, as far as weights go."""
-
-    def __init__(self, schemes, size=SIZE):
-        torch.set_num_threads(1)
-        ((model_id, scheme),) = schemes.items()
-        self.module = net(0.0, size)
-        scheme.init_on_worker(model_id, context=self)  # which has the module as .module
-        self.receiver = scheme.get_receiver()
-
-    def _update_weights_tensordict(self, params):
-        self.receiver.apply_weights(params)
-
-    def _update_weights_state_dict(self, state_dict):
-        self.receiver.apply_weights(state_dict)
-
-    def look(self):
-        return value_of(self.module), self.receiver.version
+# ---- starting, asking and killing them
 
 
-# ---- starting and asking them
-
-
-def start(schemes, count=1, *, kind=Worker, size=SIZE, **options):
-    """Actors, when all of them are there. `schemes`: by model id, or one for "policy"."""
+def crew(schemes, nodes):
+    """An actor for each of these names of nodes, ready. `schemes`: by model id, or one for "policy"."""
     schemes = schemes if isinstance(schemes, dict) else {"policy": schemes}
-    remote = ray.remote(num_cpus=0)(kind).options(**options)
-    actors = [remote.remote(schemes, size) for _ in range(count)]
-    pids(actors)
-    return actors
+    made = ray.remote(num_cpus=0)(Actor)
+    _crew.extend(made.remote() for _ in range(len(nodes) - len(_crew)))
+    chosen = _crew[: len(nodes)]
+    ray.get([actor.begin.remote(schemes, node) for actor, node in zip(chosen, nodes, strict=True)], timeout=PATIENCE)
+    return chosen
 
 
 def ask(actors, method, *args):
@@ -155,14 +133,9 @@ def ask(actors, method, *args):
     return ray.get([getattr(actor, method).remote(*args) for actor in actors], timeout=PATIENCE)
 
 
-def pids(actors):
-    return ask(actors, "pid")
-
-
-# ---- what happens to them
-
-
-def end(actors):
-    """For actors of one test."""
-    for actor in actors:
-        ray.kill(actor)
+def kill_one(actor):
+    """SIGKILL; its pid."""
+    pid = ray.get(actor.pid.remote())
+    _crew.remove(actor)
+    kill(pid)
+    return pid

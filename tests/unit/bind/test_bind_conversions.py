@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -11,11 +11,13 @@ from torch import nn
 
 import shmsync
 from support.calls import switched
-from support.processes import no_monitor
 from support.weights import step
 
 X = torch.randn(3, 4)
-no_monitor()
+with suppress(ImportError):  # some parts of torch use it; its monitor is a thread that stays
+    from tqdm import tqdm
+
+    tqdm.monitor_interval = 0
 pytestmark = pytest.mark.filterwarnings("ignore:a bound module ran with gradients on")
 
 

@@ -12,7 +12,8 @@ import pytest
 import shmsync
 from shmsync import errors
 
-PAGE = Path(__file__).parents[3] / "docs" / "troubleshooting.md"
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "troubleshooting.md"
 CLASSES = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, Exception)]
 
 
@@ -38,5 +39,7 @@ def test_an_error_keeps_what_it_says_on_its_way_between_processes(kind):
 def test_each_class_and_no_other_has_an_entry_of_the_page():
     section = re.search(r"^## Errors$(.*?)^## ", PAGE.read_text(), re.DOTALL | re.MULTILINE)[1]
     assert set(re.findall("^### (.*)$", section, re.MULTILINE)) == {each.__name__ for each in CLASSES}
+    home = re.search('^Homepage = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    assert f"{home}/blob/main/docs" == errors.DOCUMENTATION
     for kind in CLASSES:
         assert kind("").help == f"{errors.DOCUMENTATION}/troubleshooting.md#{kind.__name__.lower()}"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import gc
+import threading
 from contextlib import contextmanager
 
 import pytest
 import torch
 
 import shmsync
-from support.calls import Call, elsewhere
-from support.processes import until
+from support.calls import Call
+from support.processes import PATIENCE, until
 
 
 def ended_inside(sub):
@@ -28,6 +29,26 @@ def dropped(sub):
     """A section was entered, and its object dropped."""
     sub.read().__enter__()
     gc.collect()
+
+
+@contextmanager
+def elsewhere(context):
+    """Another thread, which is given, is inside this context meanwhile."""
+    inside, over = threading.Event(), threading.Event()
+
+    def stay():
+        with context:
+            inside.set()
+            over.wait(PATIENCE)
+
+    call = Call(stay)
+    try:
+        assert inside.wait(PATIENCE)
+        yield call
+    finally:
+        over.set()
+        call.join(PATIENCE)
+    call.result()
 
 
 WAYS = [ended_inside, dropped]

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from shmsync.schemes.messages import Tag
-from shmsync.workers.pipe import Pipe, framed
+from shmsync.schemes.pipe import Pipe, framed
 from support.calls import Call
 
 SOON = 5.0  # seconds; far more than anything here takes

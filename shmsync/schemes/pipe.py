@@ -29,13 +29,14 @@ from ..memory.process import poll, refusals
 _log = logging.getLogger("shmsync")
 _AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)
+_SIZE = struct.Struct("!i")
 _LONG = 0x7FFFFFFF  # bytes; a longer message has a header of its own kind
 
 
 def framed(payload: bytes) -> bytes:
     """A message as Connection.send_bytes() writes it."""
     size = len(payload)
-    return (struct.pack("!i", size) if size <= _LONG else struct.pack("!iQ", -1, size)) + payload
+    return (_SIZE.pack(size) if size <= _LONG else struct.pack("!iQ", -1, size)) + payload
 
 
 class _Borrowed(socket.socket):
@@ -48,8 +49,10 @@ class _Borrowed(socket.socket):
 class _Frame:
     """A message on its way out. `sent`: how many bytes each write took. `tag`: of weights that newer ones replace."""
 
+    __slots__ = ("content", "sent", "tag")
+
     def __init__(self, content: bytes, tag: tuple[str, int] | None) -> None:
-        self.content, self.tag = memoryview(content), tag
+        self.content, self.tag = content, tag
         self.sent: list[int] = []
 
 
@@ -103,6 +106,11 @@ class Pipe:
         connection = self._connection()
         return connection is None or connection.closed
 
+    @property
+    def over(self) -> bool:
+        """Is this end closed, or the other one, as far as it was noticed?"""
+        return bool(self.ended) or self.closed
+
     def check_open(self) -> None:
         """Raise OSError if this end is closed."""
         if self.closed:
@@ -125,8 +133,8 @@ class Pipe:
         with self.lock:
             self.check_open()
             replaced = []
-            for each in list(self._outgoing) if tag is not None else ():
-                if not each.sent and each.tag is not None and tag is not None and each.tag[0] == tag[0]:
+            for each in list(self._outgoing):
+                if tag is not None and each.tag is not None and each.tag[0] == tag[0] and not each.sent:
                     self._outgoing.remove(each)
                     replaced.append(each.tag)
             self._outgoing.append(_Frame(frame, tag))
@@ -144,15 +152,16 @@ class Pipe:
         while self._outgoing:
             frame = self._outgoing[0]
             done = sum(frame.sent)
-            if done == len(frame.content):
-                self._outgoing.popleft()
-                continue
+            rest = memoryview(frame.content)[done:] if done else frame.content
             try:
-                frame.sent.extend(map(self._send, (frame.content[done:] if done else frame.content,), (_AT_ONCE,)))
+                frame.sent.extend(map(self._send, (rest,), (_AT_ONCE,)))
             except OSError as error:
                 if error.errno not in _GONE:  # the pipe is full, or the system has no memory for it now
                     return
                 self._outgoing.clear()
+            else:
+                if sum(frame.sent) == len(frame.content):
+                    self._outgoing.popleft()
 
     def receive(self) -> tuple[Any] | None:
         """The next message, in a tuple of one; None while no whole one is there. Raises EOFError at the end.
@@ -161,9 +170,7 @@ class Pipe:
         """
         with self.lock:
             self.check_open()
-            while True:
-                if self.ended:
-                    raise EOFError(self.ended)
+            while not self.ended:
                 buffer, counts, is_body = self._incoming
                 done = sum(counts)
                 if done < len(buffer):
@@ -176,23 +183,27 @@ class Pipe:
                         counts.append(0)
                     if counts[-1] == 0:
                         self.ended = "the other end of the pipe is closed"
-                elif is_body:
+                    if sum(counts) < len(buffer):
+                        continue
+                if is_body:
                     self._incoming = bytearray(4), [], False
                     try:
                         return (self.loads(buffer),)
                     except Exception as error:
                         _log.warning("a message of %d bytes cannot be unpickled, and is kept: %s", len(buffer), error)
                     self.pending.append(bytes(buffer))
+                    continue
+                (size,) = _SIZE.unpack_from(buffer)
+                if size == -1 and len(buffer) == 4:
+                    self._incoming = buffer + bytes(8), counts, False
+                    continue
+                if size == -1:
+                    (size,) = struct.unpack_from("!Q", buffer, 4)
+                if 0 <= size < 1 << 48:
+                    self._incoming = bytearray(size), [], True
                 else:
-                    size = struct.unpack_from("!i", buffer)[0]
-                    if size == -1 and len(buffer) == 4:
-                        self._incoming = buffer + bytes(8), counts, False
-                        continue
-                    size = struct.unpack_from("!Q", buffer, 4)[0] if size == -1 else size
-                    if not 0 <= size < 1 << 48:
-                        self.ended = "what came from its other end is no message, so nothing after it can be read"
-                    else:
-                        self._incoming = bytearray(size), [], True
+                    self.ended = "what came from its other end is no message, so nothing after it can be read"
+            raise EOFError(self.ended)
 
     def wait(self, deadline: float) -> None:
         """Until there is something to read, or for 50 ms, or until the deadline."""

@@ -1,0 +1,105 @@
+"""A worker's attachment to the arena of one model."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+from ..engine.bind.binding import ModuleCheck
+from ..engine.bind.guard import bind
+from ..engine.bind.guarded_methods import can_be_called
+from ..engine.subscriber import Subscriber, reader_of
+from ..errors import ProtocolError
+from ..memory.segment import Handle
+from .devices import lies_elsewhere
+from .links import Inbox
+from .strategy import WeightStrategy
+
+
+class Attachment:
+    """A worker's attachment to the arena of one model: a module is bound to it, anything else gets copies.
+
+    Args:
+        handle: of the arena.
+        scheme: has `consistency`, `timeout` and `partial`.
+        worker: the index by which the sender names this worker.
+
+    Raises as Subscriber() does.
+    """
+
+    def __init__(self, handle: Handle, scheme: Any, worker: int | None) -> None:
+        self.handle = handle
+        self._timeout: float = scheme.timeout
+        self._strategy = WeightStrategy(partial=scheme.partial)
+        self._bound: list[weakref.ref[nn.Module]] = []  # at most one
+        self.subscriber = Subscriber(handle, consistency=scheme.consistency, worker=worker, timeout=scheme.timeout)
+        # Without a warning: a scheme of this shape has no close(), so collecting it is the normal end.
+        self._closing = weakref.finalize(self, _close_unused, self.subscriber, self._bound)
+
+    @property
+    def version(self) -> int:
+        """The version that the calling thread used last, else the applied one."""
+        return self.subscriber.version
+
+    @property
+    def in_section(self) -> bool:
+        """Is the calling thread inside a read section, where the version cannot change?"""
+        return bool(reader_of(self.subscriber).in_section)
+
+    def move_to(self, version: int) -> None:
+        """Apply this version or a later one. Raises ProtocolError if the arena does not have it."""
+        reader = reader_of(self.subscriber)
+        if reader.arena.on_device is not None:
+            self.subscriber.wait_version(version, self._timeout)  # it is announced when its copy begins
+        self.subscriber.refresh()
+        if reader.applied_version < version:
+            where = "inside a read section of this thread" if reader.in_section else "in the arena that is known here"
+            raise ProtocolError(
+                f"version {version} was announced, but {where} it is {reader.applied_version}. Receive outside of "
+                "sections; if the scheme was restarted, make a new receiver",
+                version=version,
+            )
+
+    def bind(self, model: Any) -> None:
+        """Let the model use the arena: a module for good, anything else gets a copy of this version."""
+        if not isinstance(model, nn.Module):
+            with self.subscriber.read() as section:
+                self._strategy.apply_weights(model, section.weights)
+        elif not (self._bound and self._bound[0]() is model):
+            reader = reader_of(self.subscriber)
+            check = ModuleCheck(reader.arena, reader.name, copies=lies_elsewhere(model, reader.arena.device))
+            bind(reader, model, can_be_called(model), check, clones=True)
+            self._bound[:] = [weakref.ref(model)]
+
+    def close(self) -> None:
+        """Leave the arena; a bound module raises ClosedError from now on. Idempotent.
+
+        Raises WriterBusy for an arena that another thread reads; call it again then.
+        """
+        self.subscriber.close()
+
+
+def attached(earlier: Attachment | None, inbox: Inbox, model_id: str, scheme: Any) -> Attachment:
+    """The attachment to the arena that the sender named last: `earlier`, if it is to that one.
+
+    Raises ProtocolError when the sender never named one, else as Subscriber() does.
+    """
+    if model_id not in inbox.registered:
+        raise ProtocolError(
+            f"{model_id!r} was never registered here; keep one receiver for each model, and let it see every message "
+            "of the pipe"
+        )
+    handle, worker = inbox.registered[model_id]
+    if earlier is not None and earlier.handle == handle:
+        return earlier
+    made = Attachment(handle, scheme, worker)
+    if earlier is not None:
+        earlier.close()  # a module is bound to one arena
+    return made
+
+
+def _close_unused(subscriber: Subscriber, bound: list[weakref.ref[nn.Module]]) -> None:
+    if not any(module() is not None for module in bound):  # else its guard keeps the subscriber, and needs it
+        subscriber.close()

@@ -1,0 +1,157 @@
+"""Weights on a GPU, and an arena in the host's memory that CUDA has registered: both ways, over the proxy."""
+
+import gc
+
+import pytest
+import torch
+
+import shmsync
+from shmsync.engine.copy.converting import ALONE, MANY
+from shmsync.errors import ShmSyncError
+from shmsync.memory import devices
+from shmsync.memory.cuda import visible
+from support.devices.standin_cuda import TALK, World
+from support.jobs.engine import bind_copies
+
+
+@pytest.fixture
+def there(process, monkeypatch):
+    """there(tensor) -> a copy on the proxy's GPU, whose calls are there.calls; torch calls it simulated:0."""
+    calls = process(World())
+    gpu = visible.device(0)
+    gpu.torch_device = torch.device("simulated", 0)
+    for known in (devices._of_name, devices._of_torch):
+        monkeypatch.setitem(known, "simulated:0" if known is devices._of_name else gpu.torch_device, gpu)
+
+    def put(tensor):
+        with torch.no_grad():
+            return tensor.to("simulated:0")
+
+    put.calls = calls
+    yield put
+    calls.fail_at = calls.failed = None
+
+
+def model(there, value=1.0, many=0):
+    weights = {"large": torch.full((ALONE // 4,), value), "small": torch.full((10,), value)}
+    weights |= {f"w{number}": torch.full((20,), value) for number in range(many)}
+    return {key: there(tensor) for key, tensor in weights.items()}
+
+
+def seen(sub):
+    with sub.read() as section:
+        return section.version, {value for tensor in section.weights.values() for value in tensor.tolist()}
+
+
+@pytest.mark.parametrize("many", [0, MANY])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_versions_cross_by_the_calls_that_are_needed_and_nothing_is_left(there, slots, many):
+    calls, source = there.calls, model(there, many=many)
+    stream = visible.device(0).stream()
+    with (
+        calls.side.stream(stream.handle),
+        shmsync.Publisher(source, slots=slots, timeout=20.0) as pub,
+        shmsync.Subscriber(pub.handle, timeout=20.0) as sub,
+    ):
+        ((_, flags),) = calls.registered.values()
+        assert flags == 1  # the publisher's mapping, which is writable
+        for version in range(2, 9):
+            calls.kernel(lambda version=version: [tensor.fill_(version) for tensor in source.values()] and None)
+            before = len(calls.names())
+            pub.publish()
+            names = calls.names()[before:]
+            if many and version > 4:
+                assert calls.side.launches == version - 1
+                assert "cudaMemcpyAsync" not in names
+            elif not many:
+                assert names.count("cudaMemcpyAsync") == 2
+            assert names.count("cuLaunchHostFunc") == 1
+            calls.kernel(lambda: [tensor.fill_(-1) for tensor in source.values()] and None)
+            sub.wait_version(version)
+            assert seen(sub) == (version, {float(version)})
+    assert calls.registered == {}
+    assert calls.last_error == 0
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_refused_capture_leaves_the_copies_as_they_are(there, slots):
+    source, there.calls.side.refuses_captures = model(there, many=MANY), True
+    with (
+        shmsync.Publisher(source, slots=slots, timeout=20.0) as pub,
+        shmsync.Subscriber(pub.handle, timeout=20.0) as sub,
+    ):
+        for version in range(2, 6):
+            for tensor in source.values():
+                tensor.fill_(version)
+            pub.publish(wait=[])
+            assert seen(sub) == (version, {float(version)})
+    assert there.calls.side.launches == 0
+
+
+@pytest.mark.parametrize("refused", [(), ("cudaHostRegister",)])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_worker_on_a_gpu_fetches_from_memory_that_it_has_registered_for_reading(there, monkeypatch, slots, refused):
+    calls = there.calls
+    for name in refused:
+        monkeypatch.setattr(calls, name, lambda *arguments: (calls._wrong(801),))
+
+    def net():
+        return torch.nn.Sequential(torch.nn.Linear(600, 600), torch.nn.BatchNorm1d(600))
+
+    module, worker = net(), net()
+    worker.to("simulated:0")
+    with (
+        shmsync.Publisher(module, slots=slots, timeout=20.0) as pub,
+        shmsync.Subscriber(pub.handle, timeout=20.0) as sub,
+    ):
+        bind_copies(sub, worker, guard=False)
+        changes = worker[0].weight._version
+        for version in range(2, 6):
+            with torch.no_grad():
+                for tensor in module.state_dict().values():
+                    tensor.fill_(version)
+            pub.publish()
+            assert sub.refresh()
+            assert {value for tensor in worker.state_dict().values() for value in tensor.flatten().tolist()} == {
+                version
+            }
+        assert worker[0].weight._version > changes
+        assert [flags for _, flags in calls.registered.values()] == ([] if refused else [9])  # read-only
+    assert calls.registered == {}
+    assert calls.last_error == 0
+
+
+def publish_twice(there, source, slots):
+    with shmsync.Publisher(source, slots=slots, timeout=20.0) as pub:
+        pub.publish(wait=[])
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_an_error_at_any_call_is_typed_or_changes_nothing_and_leaks_nothing(there, slots):
+    calls, source = there.calls, model(there)
+    calls.log.clear()
+    publish_twice(there, source, slots)
+    many = sum(name not in TALK for name, _ in calls.log)
+    raised, hidden = set(), set()
+    for code in (2, 999):
+        for number in range(many):
+            calls.log.clear()
+            calls.fail_at, calls.code = number, code
+            failed = None
+            try:
+                publish_twice(there, source, slots)
+            except ShmSyncError as error:
+                failed = error
+            calls.fail_at = None
+            gc.collect()
+            after = [name for name, _ in calls.log if name not in TALK][number:]
+            if not after:
+                continue  # an event was looked at fewer times than the first time
+            (hidden if failed is None else raised).add(after[0])
+            assert calls.last_error == 0, after[0]
+            kept = {storage.data_ptr() for storage in devices._unfinished}  # a wait failed: copies may be under way
+            assert calls.registered.keys() <= kept or after[0] == "cudaHostUnregister", after[0]
+            devices._unfinished.clear()
+            calls.registered.clear()
+    assert {"cudaMemcpyAsync", "cuLaunchHostFunc", "cudaEventRecord", "cudaStreamWaitEvent"} <= raised
+    assert "cudaHostRegister" in hidden - raised  # then the call waits for its copies
