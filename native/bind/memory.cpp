@@ -190,17 +190,6 @@ void bind_memory(nb::module_& m) {
           "forget", [](Control& c, std::uint32_t row, std::uint64_t me) { c.readers().forget(row, me); }, "row"_a,
           "me"_a, "Take the index and the ack of the last owner off a free row.")
       .def(
-          "owners",
-          [](const Control& c) {
-            nb::list rows;
-            const auto table = c.readers();
-            for (std::uint32_t i = 0; i < table.size(); ++i)
-              if (const auto owner = table[i].owner.load(std::memory_order_acquire))
-                rows.append(nb::make_tuple(i, owner));
-            return rows;
-          },
-          nb::sig("def owners(self) -> list[tuple[int, int]]"), "(row, owner) of every claimed row.")
-      .def(
           "rows",
           [](const Control& c, bool left) {
             nb::list rows;

@@ -65,52 +65,31 @@ std::optional<Header> read_identity(int fd) {
   return header;
 }
 
-// Read until two looks agree: a read() is not known to be atomic for a word.
-bool read_publication(int fd, std::uint64_t& current, std::uint32_t& state) {
-  alignas(PublicationLine) std::byte bytes[sizeof(PublicationLine)];
-  const auto& line = *reinterpret_cast<const PublicationLine*>(bytes);
-  for (int tries = 0; tries < 100; ++tries) {
-    if (!read_at(fd, bytes, sizeof bytes, kPublicationOffset)) return false;
-    const std::uint64_t now = line.current.load(relaxed);
-    if (tries > 0 && now == current) break;
-    current = now;
-  }
-  state = line.state.load(relaxed);
-  return true;
-}
-
 nb::object read_state(int fd, const Header& header) {
   if (!header.fits()) return nb::none();
   const Layout layout = header.layout();
   const std::uint32_t slots = header.identity().slots, readers = header.identity().readers;
-  std::uint64_t current = 0;
-  std::uint32_t state = 0;
   alignas(SlotLine) std::byte lines[kMaxSlots * sizeof(SlotLine)];
-  const std::size_t table_bytes = readers * sizeof(ReaderRow);
-  const std::unique_ptr<ReaderRow[]> before(new ReaderRow[readers]), after(new ReaderRow[readers]);
+  alignas(PublicationLine) std::byte publication[sizeof(PublicationLine)];
+  const std::unique_ptr<ReaderRow[]> table(new ReaderRow[readers]);
   // The rows come first: an ack that is seen is not newer than the version that is seen.
-  if (!read_at(fd, before.get(), table_bytes, layout.rows_offset) ||
-      !read_at(fd, after.get(), table_bytes, layout.rows_offset) ||
-      !read_at(fd, lines, slots * sizeof(SlotLine), kSlotsOffset) || !read_publication(fd, current, state))
+  if (!read_at(fd, table.get(), readers * sizeof(ReaderRow), layout.rows_offset) ||
+      !read_at(fd, lines, slots * sizeof(SlotLine), kSlotsOffset) ||
+      !read_at(fd, publication, sizeof publication, kPublicationOffset))
     return nb::none();
 
   nb::list seqs, rows;
   for (std::uint32_t k = 0; k < slots; ++k) seqs.append(reinterpret_cast<const SlotLine*>(lines)[k].seq.load(relaxed));
-  const ReaderTable earlier(reinterpret_cast<std::byte*>(before.get()), readers);
-  const ReaderTable later(reinterpret_cast<std::byte*>(after.get()), readers);
-  for (std::uint32_t i = 0; i < readers; ++i) {
-    auto row = later.look(i);
-    if (row.owner == 0) continue;
-    const auto same = earlier.look(i);
-    // Else its words may be of two owners, one after the other.
-    if (same.owner != row.owner || same.worker != row.worker) row.acked = 0;
-    rows.append(nb::cast(row));
-  }
+  const ReaderTable readers_seen(reinterpret_cast<std::byte*>(table.get()), readers);
+  for (std::uint32_t i = 0; i < readers; ++i)
+    if (const auto row = readers_seen.look(i); row.owner != 0) rows.append(nb::cast(row));
+  const auto& line = *reinterpret_cast<const PublicationLine*>(publication);
+  const std::uint64_t current = line.current.load(relaxed);
   nb::dict d;
   d["version"] = version_of(current);
   d["slot"] = slot_of(current);
   d["gated"] = gated(current);
-  d["state"] = state;
+  d["state"] = line.state.load(relaxed);
   d["seqs"] = seqs;
   d["rows"] = rows;
   return d;

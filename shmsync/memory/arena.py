@@ -301,7 +301,7 @@ def free_unused() -> int:
 
 def _open_elsewhere(control: _native.Control) -> bool:
     mine = me().owner
-    return any(owner != mine and not Peer(owner=owner).dead for _, owner in control.owners())
+    return any(row.owner != mine and not Peer(owner=row.owner).dead for row in control.rows())
 
 
 def nested(tensors: Mapping[Key, Any]) -> TensorDict:

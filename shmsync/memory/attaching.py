@@ -15,7 +15,7 @@ from .devices import OnDevice, of_kind
 from .manifest import Manifest
 from .process import Peers, me, refusals
 
-_BETWEEN_LOOKS = 0.005  # seconds, while a publisher is started again
+_BETWEEN_LOOKS = 0.001  # seconds, while a publisher is started again
 _LAST_READS = 50_000_000  # ns; close() has waited longer, this is for what was never closed
 _unfinished: list[Arena] = []
 
@@ -97,12 +97,13 @@ def _claim(control: _native.Control, peers: Peers, owner: int, worker: int, name
     free = control.claim(owner, worker)
     if free is not None:
         return free
-    for candidate, holder in control.owners():
-        if not peers.alive(holder) and control.take_over(candidate, holder, owner, worker):
-            return candidate
-    count = len(control.owners())
+    rows = control.rows()
+    for row in rows:
+        if not peers.alive(row.owner) and control.take_over(row.number, row.owner, owner, worker):
+            return row.number
     raise ReaderTableFull(
-        f"arena {name!r} has {count} live subscribers, as many as its max_readers; raise max_readers= in the Publisher"
+        f"arena {name!r} has {len(rows)} live subscribers, as many as its max_readers; raise max_readers= in the "
+        "Publisher"
     )
 
 

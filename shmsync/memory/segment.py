@@ -36,7 +36,7 @@ from .segment_file import (
 
 T = TypeVar("T")
 
-_LOOK_FOR_NAME = 0.005  # seconds between two looks for an arena that does not exist yet
+_LOOK_FOR_NAME = 0.001  # seconds between two looks for an arena that does not exist yet
 _CLOSED = 1  # the state of an arena; native/include/shmsync/layout.hpp
 
 
@@ -234,8 +234,9 @@ def _checked(name: str, session: bytes | None, fd: int) -> Attachable:
 
 def session_of(name: str) -> bytes | None:
     """The session of the arena of this name; None when there is none."""
-    with opened(name) as fd:
+    with suppress(ArenaCorrupt), opened(name) as fd:
         return None if fd is None else read_header(name, fd).session
+    return None
 
 
 def _no_arena(name: str, session: bytes | None, waited: float) -> str:

@@ -510,7 +510,7 @@ class Writer:
         finally:
             self.counts.ack_wait.add(time.perf_counter() - started)
             if len(self.peers):  # a worker was late; rows that were given back need no pidfd any more
-                self.peers.keep_only({owner for _, owner in self.arena.control.owners()})
+                self.peers.keep_only({row.owner for row in self.arena.control.rows()})
 
     def forget_acks(self, worker: int) -> None:
         """Another process is `worker` from now on; what those before it applied, who are gone, is not its doing."""

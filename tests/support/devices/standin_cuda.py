@@ -17,8 +17,8 @@ import threading
 from collections import Counter
 from types import SimpleNamespace
 
+from shmsync._native import is_watched
 from shmsync.memory.cuda.gpu import Gpu
-from shmsync.memory.slab import is_mapped
 from support.devices.standin_torch import StandInTorch, TorchCopies
 from support.devices.streams import Event, Stream, on_a_drivers_thread
 
@@ -353,7 +353,7 @@ class Proxy:
         if any(base <= address and address + size <= base + whole for base, whole in known):
             return True
         ended = any(memory.address <= address < memory.address + memory.size for memory in _kept)
-        return not ended and not is_mapped(address)  # else it is torch's
+        return not ended and not is_watched(address)  # else it is torch's
 
     @recorded()
     def cudaMemcpyAsync(self, to, source, size, stream):

@@ -85,7 +85,7 @@ class SegmentHeader(Target):
         observed.look(self._name, self._peers)
         with contextlib.suppress(shmsync.ShmSyncError):
             observed.manifest_of(self._name)
-        segment.attach(self._name, None, 0.0).control.owners()
+        segment.attach(self._name, None, 0.0).control.rows()
 
     def close(self) -> None:
         self._peers.close()
