@@ -28,7 +28,7 @@ GLANCE = (0, 63, 2048, 65535)  # the places of leaves that a glance looks at
 
 
 class Weather(nn.Module):
-    """Its forward returns (number, what is the matter, which leaf): all leaves must be those of one number."""
+    """Its forward returns (number, what is the matter): all leaves must be those of one number."""
 
     def __init__(self, number=0):
         super().__init__()
@@ -53,8 +53,8 @@ class Weather(nn.Module):
                     if places is None
                     else float(each[places[index]]) == element(number, index, places[index])
                 ):
-                    return number, self._matter(number, index), index
-            return number, FINE, 0
+                    return number, self._matter(number, index)
+            return number, FINE
 
     def _matter(self, number, index):
         """Is it made of other updates, or of nothing that was ever sent?"""

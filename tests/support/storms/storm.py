@@ -16,16 +16,14 @@ import random
 import secrets
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter, deque
 
 import shmsync
 from support import processes
-from support.storms.board import COMPUTING, EXIT, Row
 from support.storms.model import Weather
-from support.storms.worker import close, make_publisher, publish, read_on, receive_on
+from support.storms.worker import COMPUTING, EXIT, Row, close, make_publisher, publish, read_on, receive_on
 from support.worker import Gone, Worker, fork_server
 
 TIMEOUTS = (0.05, 0.3, 10.0)
@@ -56,12 +54,12 @@ class Life:
         pid = self.process.pid
         if kind == "kill in a forward":
             end = time.monotonic() + 0.05
-            while self.row["phase"] != COMPUTING and time.monotonic() < end:
+            while self.row.phase != COMPUTING and time.monotonic() < end:
                 pass
         if kind in KILLS:
             self.process.kill()
         elif kind == "exit":
-            self.row["command"] = EXIT
+            self.row.command = EXIT
         else:
             processes.stop(pid)
             if kind == "pause":
@@ -79,9 +77,7 @@ class Storm:
 
     def __init__(self, seed):
         self.random, self.counts, self.log = random.Random(seed), Counter(), deque(maxlen=30)
-        self.context, self.folder = fork_server(), tempfile.TemporaryDirectory(prefix="storm-")
-        self.number = 1
-        self.rows = 0
+        self.context, self.number = fork_server(), 1
         self.lives = []
         self.unnamed = set()  # indices of workers that died, whether or not others have taken their places
         self.begin()
@@ -103,9 +99,8 @@ class Storm:
         raise NotImplementedError
 
     def new_life(self, index, target, *arguments):
-        self.rows += 1
-        row = Row(os.path.join(self.folder.name, str(self.rows)))
-        process = self.context.Process(target=target, args=(row.path, index, *arguments), daemon=True)
+        row = self.context.RawValue(Row)
+        process = self.context.Process(target=target, args=(row, index, *arguments), daemon=True)
         process.start()
         return Life(index, process, row)
 
@@ -161,9 +156,9 @@ class Storm:
                 self.await_number(life, self.number)
             life.named |= life.over and life.index in missing
             for what in ("torn", "wrong", "backwards"):
-                if life.row[what]:
+                if getattr(life.row, what):
                     raise Violation(f"worker {life.index} has seen weights that are {what}")
-            if life.row["number"] > self.number:
+            if life.row.number > self.number:
                 raise Violation(f"worker {life.index} has weights that nobody sent")
         if isinstance(error, shmsync.WorkerDied):
             if not self.unnamed & set(missing):
@@ -172,9 +167,9 @@ class Storm:
 
     def await_number(self, life, number):
         end = time.monotonic() + 60
-        while life.row["number"] < number:
+        while life.row.number < number:
             if time.monotonic() > end or not life.process.is_alive():
-                raise Violation(f"worker {life.index} computes with {life.row['number']} after {number} has arrived")
+                raise Violation(f"worker {life.index} computes with {life.row.number} after {number} has arrived")
             time.sleep(0.001)
 
     def repair(self):
@@ -196,7 +191,7 @@ class Storm:
         for life in self.lives:
             if not life.over:
                 processes.resume(life.process.pid)
-                life.row["command"] = EXIT
+                life.row.command = EXIT
                 life.process.join(60)
                 if life.process.exitcode != 0:
                     raise Violation(f"worker {life.index} ended with {life.process.exitcode}")
@@ -208,7 +203,6 @@ class Storm:
             with contextlib.suppress(ProcessLookupError):
                 life.process.kill()
             life.process.join()
-        self.folder.cleanup()
 
 
 class SchemeStorm(Storm):

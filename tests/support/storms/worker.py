@@ -2,41 +2,46 @@
 
 from __future__ import annotations
 
-import os
+import ctypes
 import time
 
 import torch
 
 import shmsync
-from support.storms.board import COMPUTING, GO_ON, WAITING, Row
 from support.storms.model import FINE, GLANCE, TORN, Weather, leaf
 
+GO_ON, EXIT = range(2)  # commands to a worker
+WAITING, COMPUTING = range(2)  # phases
 GLANCES = 32  # forwards that look at a few elements, for one that looks at all
 # What a reader may meet while its publisher is dead, stopped or half way; it goes on.
 EXPECTED = (shmsync.ArenaNotFound, shmsync.WriterDied, shmsync.Poisoned, shmsync.WriterBusy, shmsync.ClosedError)
 
 
+class Row(ctypes.Structure):
+    """What a storm and one worker tell each other, in memory that both map: it stays when the worker is killed."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("command", "phase", "number", "torn", "wrong", "backwards")]
+
+
 def look(row, model):
     """Compute with the weights, and note what is the matter with them, if anything is."""
-    row["phase"] = COMPUTING
+    row.phase = COMPUTING
     for each in range(GLANCES + 1):
-        number, matter, _ = model(GLANCE if each < GLANCES else None)
-        if matter != FINE:
-            row["torn" if matter == TORN else "wrong"] += 1
-        row["backwards"] += number < row["number"]
-        row["number"] = number
-    row["looks"] += 1
-    row["phase"] = WAITING
+        number, matter = model(GLANCE if each < GLANCES else None)
+        row.torn += matter == TORN
+        row.wrong += matter not in (FINE, TORN)
+        row.backwards += number < row.number
+        row.number = number
+    row.phase = WAITING
 
 
-def receive_on(path, index, scheme, pipe):
+def receive_on(row, index, scheme, pipe):
     """A worker of a scheme."""
     torch.set_num_threads(1)
-    row, model = Row(path), Weather()
-    row["pid"] = os.getpid()
+    model = Weather()
     scheme.init_on_worker("policy", pipe=pipe, model=model, worker_idx=index)
     receiver = scheme.get_receiver()
-    while row["command"] == GO_ON:
+    while row.command == GO_ON:
         receiver.receive(timeout=0.002)
         with torch.no_grad():
             look(row, model)
@@ -51,13 +56,12 @@ def use(device):
         install(devices)
 
 
-def read_on(path, index, name, device):
+def read_on(row, index, name, device):
     """A reader of an arena, which follows its trainers."""
     torch.set_num_threads(1)
     use(device)
-    row, sub = Row(path), None
-    row["pid"] = os.getpid()
-    while row["command"] == GO_ON:
+    sub = None
+    while row.command == GO_ON:
         try:
             if sub is None:
                 found = shmsync.Subscriber(name, worker=index, follow=True, timeout=0.5)
