@@ -12,14 +12,13 @@ from shmsync import _native, cli
 from support.faults.forged import forge, write
 from support.jobs.engine import (
     attach,
-    create_and_stall,
     enter,
     leave,
     open_arena,
     publish,
     refresh,
 )
-from support.processes import segment_path, until
+from support.processes import segment_path
 from support.weights import stamped
 
 
@@ -55,13 +54,6 @@ def left_dead(trainer, name):
         yield
 
 
-def cell(text, name, column):
-    """One cell of the table of `list`."""
-    head, *rows = text.splitlines()
-    row = next(row for row in rows if row.split()[0] == name)
-    return re.split(r"  +", row)[re.split(r"  +", head).index(column)].strip()
-
-
 def test_the_owner_is_alive_stopped_or_dead(open_trainer, name, told, said):
     trainer = open_trainer(3, slots=2)
     shown = told(name)
@@ -76,27 +68,6 @@ def test_the_owner_is_alive_stopped_or_dead(open_trainer, name, told, said):
         assert (shown["owner"], shown["version"], shown["pid"]) == ("dead", 3, trainer.pid)
         assert "`shmsync gc` removes" in shown["why"]
         assert "slots" in said("inspect", name, "--interval", "0")
-
-
-def test_one_that_is_not_ready_says_why(start, name, told, said):
-    creator = start()
-    creator.start(create_and_stall, name)
-    until(lambda: segment_path(name).exists() and segment_path(name).stat().st_size > 0)
-    until(lambda: (told(name) or {}).get("owner") == "not ready")  # it is listed once its header is there
-    assert f"pid {creator.pid} is making it" in told(name)["why"]
-    text = said("list", "--interval", "0")
-    assert cell(text, name, "OWNER") == "not ready"
-    assert f"pid {creator.pid} is making it" in text
-    assert "is making it" in said("inspect", name)
-    copy = segment_path(name).read_bytes()
-    creator.kill()
-
-    def shown_as_dead():
-        segment_path(name).write_bytes(copy)  # another test's publisher may have swept it
-        shown = told(name)
-        return shown and shown["owner"] == "dead" and "died before the first version" in shown["why"]
-
-    until(shown_as_dead)
 
 
 def test_readers_are_shown_as_they_are(start, name, told, said):
@@ -141,14 +112,6 @@ def test_what_cannot_be_read_says_why(open_trainer, name, told, said, offset, da
 def test_an_unknown_name_is_an_error_that_lists_the_others(said, name):
     with shmsync.Publisher(stamped(1)) as pub:
         assert re.search(f"no arena '{name}'.*there are: .*{pub.name}", said("inspect", name, status=1))
-
-
-def test_gc_says_first_what_it_would_remove(open_trainer, name, said):
-    trainer = open_trainer()
-    assert f"would keep {name}: process {trainer.pid} is alive" in said("gc", "--dry-run")
-    with left_dead(trainer, name):
-        assert f"would remove {name}" in said("gc", "--dry-run")
-        assert segment_path(name).exists()
 
 
 def test_a_publisher_of_another_pid_namespace(start, name, told):
