@@ -118,7 +118,8 @@ class Publisher:
     @property
     def weights(self) -> TensorDictBase:
         """The published weights, zero-copy and read-only: writing into them is a SIGSEGV. Use update() to write."""
-        return self._writer.weights
+        self._writer.check()
+        return self._writer.arena.weights(self._writer.current[1])
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """A private copy of the published version by dotted key, for torch.save() and load_state_dict().
