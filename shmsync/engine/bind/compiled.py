@@ -31,7 +31,7 @@ try:
     _ONLY_IT = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
     _ALL_BELOW = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 except ImportError:
-    from torch._C._dynamo.eval_frame import skip_code
+    from torch._C._dynamo.eval_frame import skip_code  # type: ignore[attr-defined]
 
 _lock = threading.RLock()
 _wrapped: list[tuple[type, str]] = []  # what register() wraps in an old torch
