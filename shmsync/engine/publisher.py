@@ -127,7 +127,11 @@ class Publisher:
     @property
     def weights(self) -> TensorDictBase:
         """The published weights, zero-copy and read-only: writing into them is a SIGSEGV. Use update() to write."""
-        return self._writer.weights
+        writer = self._writer
+        writer.check()
+        if writer.device is not None and writer.arena.on_device is None:
+            writer.device.wait(deadline_after(None, writer.timeout))  # else the host may see them half copied
+        return writer.arena.weights(writer.current[1])
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """A private copy of the published version by dotted key, for torch.save() and load_state_dict().

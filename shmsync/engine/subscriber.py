@@ -130,7 +130,7 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
     @property
     def lag(self) -> int:
         """Published versions not applied yet, by any thread."""
-        return self._reader.lag
+        return max(0, self._reader.latest - self._reader.applied_version)
 
     @property
     def publisher_alive(self) -> bool:

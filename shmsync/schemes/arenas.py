@@ -206,7 +206,8 @@ class ModelArenas:
         newest = self.newest
         if newest is None or not self._options.partial:
             return source
-        whole, part = (collect(each, EVERYTHING) for each in (newest.weights, _with_paths(source)))
+        there = newest.arena.weights(newest.current[1])
+        whole, part = (collect(each, EVERYTHING) for each in (there, _with_paths(source)))
         return {".".join(key): tensor for key, tensor in {**whole, **part}.items()}
 
     @run_plainly

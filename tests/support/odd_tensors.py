@@ -73,7 +73,7 @@ ODD = {
     "DTensor": (_distributed, "full_tensor"),
     "fake": (_fake, "FakeTensor"),
     "of vmap": (_of_vmap, "transform"),
-    "of a collective": (_arriving, "wait()"),
+    "of a collective": (_arriving, "AsyncCollectiveTensor"),
     "masked": (_masked, "MaskedTensor"),
     "nested": (_nested, "nested tensor"),
     "wrapper": (lambda: Wrapper(torch.ones(4)), "Wrapper"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -23,15 +23,15 @@ from ..read.reading import ReadPath
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_ONLY_IT: Any = None
+_ALL_BELOW: Any = None
 try:
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
     _ONLY_IT = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
     _ALL_BELOW = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 except ImportError:
-    from torch._C._dynamo.eval_frame import skip_code
-
-    _ALL_BELOW = None
+    from torch._C._dynamo.eval_frame import skip_code  # type: ignore[attr-defined]
 
 _lock = threading.RLock()
 _wrapped: list[tuple[type, str]] = []  # what register() wraps in an old torch
@@ -65,10 +65,11 @@ def skip(function: F) -> F:
 
 def leave_alone(function: F) -> F:
     """Dynamo compiles neither this function nor what it calls. A decorator."""
-    if _ALL_BELOW is None:
-        return torch.compiler.disable(function)
-    skip(function)
     marked: Any = function
+    if _ALL_BELOW is None:
+        marked = torch.compiler.disable(function)
+        return cast(F, marked)
+    skip(function)
     set_code_exec_strategy(marked.__code__, _ALL_BELOW)
     return function
 

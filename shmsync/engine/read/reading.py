@@ -215,16 +215,11 @@ class ReadPath(_native.Reader):
         self.check_open()
         return self._shown.weights(self._slot)
 
-    @property
-    def lag(self) -> int:
-        """As Subscriber.lag."""
-        return max(0, self.latest - self.applied_version)
-
     def stats(self) -> SubscriberStats:
         """As Subscriber.stats()."""
-        reads, torn, retries = self.section_counts
+        applied, latest = self.applied_version, self.latest
         return SubscriberStats(
-            self.applied_version, self.latest, self.lag, reads, torn, retries, self._moves, self._waits.latency(),
+            applied, latest, max(0, latest - applied), *self.section_counts, self._moves, self._waits.latency(),
             self._restarts,
         )  # fmt: skip
 

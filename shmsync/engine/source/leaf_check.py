@@ -26,23 +26,6 @@ if TYPE_CHECKING:
 DEEPEST = 100  # levels of a key path; Python's limit on recursion, which TensorDicts meet, is at some 200
 _PLAIN = (torch.Tensor, nn.Parameter)
 
-# Kinds that have no memory of their own, and what to pass instead: (module, class, what to do).
-_KNOWN = (
-    (
-        "torch.distributed.tensor",
-        "DTensor",
-        "is a DTensor, of which this process holds a part; pass its full_tensor(), which all ranks must call, or its "
-        "to_local()",
-    ),
-    ("torch._subclasses.fake_tensor", "FakeTensor", "is a FakeTensor and has no values; pass the real tensor"),
-    ("torch.masked", "MaskedTensor", "is a MaskedTensor; pass its get_data(), or to_tensor() with a fill value"),
-    (
-        "torch.distributed._functional_collectives",
-        "AsyncCollectiveTensor",
-        "is the result of a collective that is still under way; pass what its wait() returns",
-    ),
-)
-
 
 def loaded_class(module: str, name: str) -> type[Any] | None:
     """A class of a package's, if the module that has it was imported; without that no object can be of this class."""
@@ -105,9 +88,13 @@ def problem_with(value: Any) -> str | None:
 
 
 def _kind_problem(value: torch.Tensor) -> str | None:
-    for module, name, said in _KNOWN:
-        if is_a(value, module, name):
-            return said
+    if is_a(value, "torch.distributed.tensor", "DTensor"):
+        return (
+            "is a DTensor, of which this process holds a part; pass its full_tensor(), which all ranks must call, or "
+            "its to_local()"
+        )
+    if is_a(value, "torch._subclasses.fake_tensor", "FakeTensor") or is_a(value, "torch.masked", "MaskedTensor"):
+        return _no_memory(value)
     if value.is_nested:
         return "is a nested tensor; pass its values() and offsets(), or a padded tensor"
     if value.layout is not torch.strided:

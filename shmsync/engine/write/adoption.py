@@ -81,7 +81,8 @@ class Adoption:
         self._loaded: set[int] = set()  # ids of parameters that are in private copies of load()
         self._undo: list[Callable[[], object]] = []  # what restore() gives back besides the parameters
         # Parameters in groups, the one that is watched now last, and the counters of those. Empty once warned.
-        self._watched, self._counters = [[]], list[int]()
+        self._watched: list[list[torch.Tensor]] = [[]]
+        self._counters: list[int] = []
         placed = self._fitting()
         theirs = mapped_ranges()
         for key, tensor in placed.items():

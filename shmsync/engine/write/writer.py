@@ -180,14 +180,6 @@ class Writer:
         return self.native.published
 
     @property
-    def weights(self) -> TensorDictBase:
-        """The published weights, zero-copy and read-only."""
-        self.check()
-        if self.device is not None and self.arena.on_device is None:
-            self.device.wait(deadline_after(None, self.timeout))  # else the host may see them half copied
-        return self.arena.weights(self.current[1])
-
-    @property
     def next_version(self) -> int:
         """The version that is being written, or will be written next."""
         return int(self.native.next_version)

@@ -6,9 +6,8 @@ from math import inf as for_ever
 import pytest
 
 import shmsync
-from shmsync.memory.process import ProcessState
 from support.calls import Call
-from support.jobs.engine import GONE, attach, enter, look, open_arena, read
+from support.jobs.engine import GONE, attach, look, open_arena, read
 from support.processes import descriptors
 from support.programs.programs import become_sleep, until_it_sleeps
 from support.weights import stamped
@@ -17,18 +16,6 @@ from support.weights import stamped
 def leave_by_exec(worker):
     worker.start(become_sleep)
     until_it_sleeps(worker.pid)
-
-
-def test_worker_that_execs_inside_a_section_holds_nobody_up(attached):
-    with shmsync.Publisher(stamped(1), timeout=for_ever) as pub:
-        worker = attached(pub, worker=5)
-        worker.call(enter)
-        leave_by_exec(worker)
-        assert [reader.state for reader in pub.readers()] == [ProcessState.DEAD]
-        for v in range(2, 6):
-            assert pub.publish(stamped(v)) == v
-        assert pub.readers() == []
-        assert worker.process.is_alive()
 
 
 def test_trainer_that_execs_is_dead_to_its_readers(start, name):

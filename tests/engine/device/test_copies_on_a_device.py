@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import shmsync
-from shmsync.engine.write.copy_plan import LARGE
 from support.devices.on_simulated import value
 
 MADE = {
@@ -90,14 +89,3 @@ def test_an_update_may_end_on_another_stream_than_it_began(arena, device, end):
 
 def there(*shape, dtype=None):
     return torch.ones(*shape, dtype=dtype, device="simulated:0")
-
-
-ODD = {
-    "dtypes": lambda: {"a": there(3), "b": there(4, dtype=torch.int64), "c": there(5)},
-    "casts": lambda: {"a": there(3).double(), "b": there(4), "c": there(5).half()},
-    "strides": lambda: {"a": there(4, 6).t(), "b": there(4, 2)[:, 0], "c": there(5)},
-    "no kernel": lambda: {"a": there(3, dtype=torch.uint16), "b": there(2)},
-    "places": lambda: {"a": torch.ones(3, device="simulated:1"), "b": torch.ones(3), "c": there(3)},
-    "large": lambda: {"a": there(LARGE // 4), "b": there(3), "c": there(LARGE // 4 - 1)},
-    "layers": lambda: torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).to("simulated:0"),
-}

@@ -12,16 +12,14 @@ from shmsync import cli
 from support.jobs.engine import (
     attach,
     begin_update,
-    close_publisher,
     detach,
     enter,
     leave,
     look,
     open_arena,
     publish,
-    read,
 )
-from support.processes import descriptors, segment_path
+from support.processes import descriptors
 from support.weights import stamped
 
 FREE = (0, 2, 5)  # from none to more than any call needs: each call gets further than the one before
@@ -105,42 +103,3 @@ def test_reader_stays_out_while_a_living_writer_writes(start):
     trainer.call(begin_update, 2)
     kind, _ = worker.call(poor, 0, look, timeout=0.2)
     assert kind == "WriterBusy"
-
-
-@OWN_CALLS
-def test_the_name_and_the_rows_of_a_living_arena_are_kept(start, name):
-    trainer, reader = start(2)
-    handle = trainer.call(open_arena, 3, name=name, slots=2, max_readers=2)
-    reader.call(attach, handle, worker=5)
-    for free in FREE:
-        (rival,) = start(1)
-        before = rival.call(open_descriptors)
-        kind, _ = rival.call(poor, free, open_and_close, name=name)
-        assert kind in ("NoSpace", "ArenaExists"), free
-        status, said = rival.call(poor, free, run_command, "gc")
-        assert f"removed {name}" not in said, (free, status, said)
-        assert rival.call(open_descriptors) == before, free
-        assert segment_path(name).exists(), free
-        with shmsync.Subscriber(handle) as sub:
-            assert read(sub) == (3, 3, 3)
-            outcome = rival.call(poor, free, attach_and_detach, handle)
-            assert outcome[0] in ("NoSpace", "ReaderTableFull"), (free, outcome)
-    assert reader.call(look) == (3, 3, 3)
-
-
-@OWN_CALLS
-def test_a_call_that_lacks_descriptors_changes_nothing_and_works_when_there_are_some(start, name):
-    for free in FREE:
-        trainer, worker = start(2)
-        before = trainer.call(open_descriptors)
-        outcome = trainer.call(poor, free, open_and_close, name=name)
-        assert outcome == "closed" or outcome[0] == "NoSpace", (free, outcome)
-        assert not segment_path(name).exists(), free
-        assert trainer.call(open_descriptors) == before, free
-        handle = trainer.call(open_arena, name=name)
-        before = worker.call(open_descriptors)
-        outcome = worker.call(poor, free, attach_and_detach, handle)
-        assert outcome == (1, 1, 1) or outcome[0] == "NoSpace", (free, outcome)
-        assert worker.call(open_descriptors) == before, free
-        assert worker.call(attach_and_detach, handle) == (1, 1, 1)
-        trainer.call(close_publisher)

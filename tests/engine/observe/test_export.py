@@ -9,7 +9,7 @@ from torch import nn
 
 import shmsync
 from shmsync import cli
-from support.jobs.engine import begin_update, publish_stamps_for_ever
+from support.jobs.engine import begin_update
 from support.processes import segment_path
 
 safetensors = pytest.importorskip("safetensors.torch", reason="export needs shmsync[safetensors]")
@@ -54,30 +54,6 @@ def test_a_module_is_loaded_again_by_safetensors_own_means(tmp_path, export, slo
         assert (about["format"], about["shmsync.version"], about["shmsync.arena"]) == ("pt", "2", pub.name)
         assert about["encoder.weight"] == "decoder.weight"
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
-
-
-def test_weights_in_any_layout_are_rows_in_the_file(tmp_path, export):
-    net = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv2d(4, 5, 1)).to(memory_format=torch.channels_last)
-    net.register_parameter("turned", nn.Parameter(torch.randn(3, 2).t()))
-    with shmsync.Publisher(net) as pub:
-        status, _, said = export(pub.name, tmp_path / "net")
-    assert status == 0, said
-    found = safetensors.load_file(tmp_path / "net")
-    assert found.keys() == net.state_dict().keys()
-    assert all(torch.equal(found[key], tensor.cpu()) for key, tensor in net.state_dict().items())
-
-
-@pytest.mark.parametrize("slots", [1, 2])
-def test_it_is_one_version_while_the_trainer_publishes(open_trainer, name, tmp_path, export, slots):
-    """Each leaf of these weights is filled with the number of its version."""
-    trainer = open_trainer(1, slots=slots, words=1 << 18)
-    trainer.start(publish_stamps_for_ever)
-    for _ in range(10):
-        status, said, _ = export(name, tmp_path / "w.safetensors", "--force")
-        assert status == 0
-        tensors = safetensors.load_file(tmp_path / "w.safetensors")
-        (version,) = {int(value) for tensor in tensors.values() for value in tensor.flatten().unique()}
-        assert f"version {version} of" in said
 
 
 def test_what_is_there_is_kept_without_force(tmp_path, export):

@@ -114,14 +114,6 @@ def test_an_unknown_name_is_an_error_that_lists_the_others(said, name):
         assert re.search(f"no arena '{name}'.*there are: .*{pub.name}", said("inspect", name, status=1))
 
 
-def test_gc_says_first_what_it_would_remove(open_trainer, name, said):
-    trainer = open_trainer()
-    assert f"would keep {name}: process {trainer.pid} is alive" in said("gc", "--dry-run")
-    with left_dead(trainer, name):
-        assert f"would remove {name}" in said("gc", "--dry-run")
-        assert segment_path(name).exists()
-
-
 def test_a_publisher_of_another_pid_namespace(start, name, told):
     """Its lock tells that it lives. Its pid, and its readers, mean nothing here."""
     trainer, reader = start(2)

@@ -7,15 +7,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from contextlib import nullcontext
 
 import torch
 
 from support.calls import Call
-
-# In what surroundings the worker's module is made.
-CREATIONS = {"plain": nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode,
-             "default device": functools.partial(torch.device, "cpu")}  # fmt: skip
 
 
 def plain(bind, module, use):
@@ -40,12 +35,6 @@ def compiled_whole_before(bind, module, use):
 
 def compiled_whole_after(bind, module, use):
     worker = torch.compile(bind(module), backend="eager", fullgraph=use.whole)
-    return lambda x: use.run(worker, x)
-
-
-def compiled_in_place_before(bind, module, use):
-    module.compile(backend="eager")
-    worker = bind(module)
     return lambda x: use.run(worker, x)
 
 
@@ -100,10 +89,9 @@ def several_threads(bind, module, use):
         return use.run(worker, x), bind.subscriber.version
 
     def run(x):
-        out = use.run(worker, x)
+        first = call(x)
         bind.advance()
-        other = Call(call, x).result()
-        return [(out, bind.subscriber.version), other, call(x)]
+        return [first, Call(call, x).result(), call(x)]
 
     run.labelled = True  # it says itself which version each result is of
     return run
@@ -126,9 +114,8 @@ def copied(bind, module, use):
 
 
 MODES = {mode.__name__: mode for mode in (
-    plain, read_section, compiled_whole_before, compiled_whole_after, compiled_in_place_before,
-    compiled_in_place_after, called_by_compiled_code, called_by_compiled_code_in_a_section, autocast_loop,
-    inference_mode, several_threads, copied,
+    plain, read_section, compiled_whole_before, compiled_whole_after, compiled_in_place_after, called_by_compiled_code,
+    called_by_compiled_code_in_a_section, autocast_loop, inference_mode, several_threads, copied,
 )}  # fmt: skip
 
 # Those whose results are not those of guarded calls, and may show the weights.

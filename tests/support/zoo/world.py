@@ -7,11 +7,10 @@ import warnings
 from contextlib import nullcontext
 
 import torch
-from tensordict import TensorDict
 
 import shmsync
 from support.zoo.kinds import WIDTH, set_meanwhile
-from support.zoo.modes import CREATIONS, UNGUARDED
+from support.zoo.modes import UNGUARDED
 
 STEPS = 4
 
@@ -22,19 +21,14 @@ class World:
     def __init__(self, use, mode, slots, rng):
         self.use, self.slots, self.rng = use, slots, rng
         self.keeps = mode not in UNGUARDED
-        self.consistency = rng.choice(["pinned", "pinned", "optimistic"]) if use.repeats else "pinned"
-        adopted = ["adopt", "load"] if slots == 1 else []  # load: by load_state_dict()
-        self.route = rng.choice(["module", "tensordict", "mapping", "update", *adopted])
-        self.trainer = use.make()
-        self.history = {}
-        self.creation = rng.choice(list(CREATIONS))
-        with CREATIONS[self.creation]():
-            self.module = use.make()
+        self.consistency = rng.choice(["pinned", "optimistic"]) if use.repeats else "pinned"
+        self.route = rng.choice(["publish", "update", *(["adopt", "load"] if slots == 1 else [])])
+        self.trainer, self.module = use.make(), use.make()
         self.publisher = shmsync.Publisher(self.trainer, slots=slots)
         if self.route in ("adopt", "load"):
             self.publisher.adopt(self.trainer)
         self.subscriber = shmsync.Subscriber(self.publisher.handle, consistency=self.consistency)
-        self._remember()
+        self.history = {1: self._twin()}
 
     def close(self):
         self.subscriber.close()
@@ -46,78 +40,27 @@ class World:
     def _twin(self):
         """A separate module with the values that the trainer's has now."""
         twin = self.use.make()
-        live = {**dict(self.trainer.named_parameters()), **dict(self.trainer.named_buffers())}
-        with torch.no_grad():
-            for name, tensor in (*twin.named_parameters(), *twin.named_buffers()):
-                tensor.copy_(live[name])
+        twin.load_state_dict(self.trainer.state_dict())
         return twin
-
-    def _remember(self):
-        self.history[self.publisher.version] = self._twin()
 
     def advance(self):
         """Train a little, and publish."""
-        rng = self.rng
-        pub = self.publisher
         if self.route == "load":
             other = self._twin()
-            self._train(other)
+            train(other)
             self.trainer.load_state_dict(other.state_dict())
-        elif self.route in ("update", "adopt"):
-            with pub.update() as weights:
-                self._train(self.trainer, weights if self.route == "update" else None)
+        elif self.route == "publish":
+            train(self.trainer)
+            self.publisher.publish()
         else:
-            self._train(self.trainer)
-            if rng.random() < 0.3:
-                self._replace(self.trainer)
-            pub.publish(self._source())
-        self._remember()
-
-    def _source(self):
-        if self.route == "module":
-            return None
-        if self.route == "tensordict":
-            return TensorDict.from_module(self.trainer)
-        named = {**dict(self.trainer.named_parameters()), **dict(self.trainer.named_buffers())}
-        return {name: tensor.detach() for name, tensor in named.items()}
-
-    def _train(self, module, weights=None):
-        with torch.no_grad():
-            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                if tensor.is_floating_point():
-                    tensor.add_(torch.randn_like(tensor) * 0.1)
-                    if name.endswith("running_var"):
-                        tensor.abs_()
-                elif tensor.dtype == torch.long:
-                    tensor.add_(1)
-                if weights is not None:
-                    weights.get(tuple(name.split("."))).copy_(tensor)
-
-    def _replace(self, module):
-        """Put another tensor, of the same value, in the place of one of the module's; of a worker's, of a buffer."""
-        owners = [
-            (owner, name)
-            for owner in module.modules()
-            for name in (*(owner._parameters if module is self.trainer else ()), *owner._buffers)
-        ]
-        if not owners:
-            return
-        owner, name = self.rng.choice(owners)
-        tensor = getattr(owner, name)
-        if tensor is None or sum(tensor is other for other in _tensors(module)) > 1:
-            return  # a tied one: replacing it unties it
-        if name in owner._parameters:
-            setattr(owner, name, torch.nn.Parameter(tensor.detach().clone()))
-        else:
-            setattr(owner, name, tensor.clone())
+            with self.publisher.update() as weights:
+                train(self.trainer, weights if self.route == "update" else None)
+        self.history[self.publisher.version] = self._twin()
 
     def check(self, run, steps):
         kept = []
         for number in range(steps):
             if number and self.rng.random() < 0.8:
-                self.advance()
-            if number and self.rng.random() < 0.3:
-                self._replace(self.module)
                 self.advance()
             x = torch.randn(3, WIDTH)
             latest = self.publisher.version
@@ -141,9 +84,17 @@ class World:
             assert same(out, expected), f"a result of version {version} has changed with later versions"
 
 
-def _tensors(module):
-    for child in module.modules():
-        yield from (*child._parameters.values(), *child._buffers.values())
+@torch.no_grad()
+def train(module, weights=None):
+    for name, tensor in module.state_dict().items():
+        if tensor.is_floating_point():
+            tensor.add_(torch.randn_like(tensor) * 0.1)
+            if name.endswith("running_var"):
+                tensor.abs_()
+        else:
+            tensor.add_(1)
+        if weights is not None:
+            weights.get(tuple(name.split("."))).copy_(tensor)
 
 
 def same(a, b):
@@ -169,10 +120,7 @@ def visit(use, mode, slots, seed):
             with getattr(run, "around", nullcontext()):
                 world.check(run, STEPS)
     except BaseException as error:
-        drawn = (
-            f"{mode.__name__}, slots={slots}, {world.consistency}, made in {world.creation}, published by "
-            f"{world.route}, seed {seed}"
-        )
+        drawn = f"{mode.__name__}, slots={slots}, {world.consistency}, published by {world.route}, seed {seed}"
         error.args = (f"{drawn}: {error}",)
         raise
     finally:

@@ -91,13 +91,6 @@ def test_what_changes_nothing_goes_on_working(bound, conversion):
     assert_right(trainer, worker, pub)
 
 
-def test_a_module_that_is_not_bound_any_more_is_converted():
-    worker = Net()
-    with shmsync.Publisher(Net()) as pub, shmsync.Subscriber(pub.handle) as sub:
-        sub.bind(worker, guard=False)
-    assert worker.double()(X.double()).dtype is torch.float64
-
-
 MADE = {
     "plain": nullcontext,
     "no_grad": torch.no_grad,
@@ -139,20 +132,6 @@ def test_every_mode_of_creation_and_of_use(publisher, subscriber, made, used, sl
             step(trainer)
             trainer.norm.running_mean.add_(1)
         pub.publish()
-
-
-def test_gradients_flow_through_a_module_made_in_inference_mode(publisher, subscriber):
-    trainer = Net()
-    with torch.inference_mode():
-        worker = Net()
-    names = [(id(each), type(each)) for each in worker.parameters()]
-    sub = subscriber(publisher(trainer))
-    sub.bind(worker)
-    assert [(id(each), type(each)) for each in worker.parameters()] == names
-    with sub.read():
-        worker(X).sum().backward()
-    trainer(X).sum().backward()
-    assert torch.equal(worker.first.weight.grad, trainer.first.weight.grad)
 
 
 @pytest.mark.parametrize("slots", [1, 3])

@@ -111,18 +111,6 @@ def test_close_waits_for_a_live_thread_and_names_it(publisher, subscriber):
     assert pub.readers() == []
 
 
-def test_an_error_in_the_body_is_not_hidden_by_a_section_that_is_open(pair):
-    _, sub = pair()
-    section = sub.read()
-    with pytest.raises(ZeroDivisionError), sub:
-        section.__enter__()
-        raise ZeroDivisionError
-    section.__exit__(None, None, None)
-    with pytest.raises(shmsync.ProtocolError), sub:
-        section.__enter__()
-    section.__exit__(None, None, None)
-
-
 def test_many_threads_share_one_subscriber(pair):
     """Each is alone in its section."""
     pub, sub = pair(timeout=60.0)

@@ -65,20 +65,6 @@ def values_in(module):
     return {t.unique().item() for name, t in module.state_dict().items() if not name.endswith("n_averaged")}
 
 
-@pytest.mark.parametrize(("strategy", "form"), [("tensordict", "module"), ("state_dict", "state_dict")])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_weight_strategies(publisher, wrapper, strategy, form):
-    """A module gives the keys of the module inside; weights with the keys of either go into modules in any wrapper."""
-    strategy = WeightStrategy(strategy)
-    extracted = strategy.extract_weights(AS[form](WRAPPERS[wrapper](Policy(4.0))))
-    if form == "module":
-        assert set(publisher(extracted).weights.flatten_keys(".").keys()) == set(Policy().state_dict())
-    for around in ("plain", "compiled", wrapper):
-        target = WRAPPERS[around](Policy(0.0))
-        strategy.apply_weights(target, extracted)
-        assert values_in(target) == {4.0}
-
-
 def test_fsdp_is_refused_with_what_to_pass_instead(both):
     from torch.distributed.fsdp import FullyShardedDataParallel
 
