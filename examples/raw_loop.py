@@ -13,7 +13,7 @@ from shmsync.schemes import SharedMemWeightSyncScheme
 
 def work(scheme, pipe, rank):
     policy = torch.nn.Linear(4, 1, bias=False).requires_grad_(False)
-    scheme.init_on_worker("policy", pipe=pipe, model=policy, worker_idx=rank)
+    scheme.init_on_worker("policy", pipe=pipe, model=policy, worker_idx=rank, wait=60)  # for the first weights
     # Each call of the policy uses the newest version, so leave the loop by what receive() has answered for.
     while not scheme.get_receiver().receive(timeout=0.001) or scheme.get_receiver().version < 200:
         policy(torch.ones(1, 4))  # act
