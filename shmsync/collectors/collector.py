@@ -66,8 +66,9 @@ class MultiprocessCollector:
         sync: True: each batch is collected when it is asked for, by all workers, with the newest weights. False:
             workers never stop; each batch is from whichever worker is ready.
         device: where the workers' policies compute: one device for all workers, or a list or tuple with one for each,
-            None for the CPU; by default where the scheme has its weights, else on the CPU. Workers on one device share
-            one copy of the weights there. Observations are brought to it, and what the policy returns to the host.
+            None for the CPU; by default where the scheme has its weights, else on the CPU. On one device they share one
+            copy of the weights, on several each has its own. Observations are brought to it, and what the policy
+            returns to the host.
         envs_per_worker: how often a worker calls create_env_fn. All its environments are stepped with one call of the
             policy.
         seed: environments and policies are seeded from it; in sync mode the same seed gives the same frames. None: at
@@ -141,7 +142,10 @@ class MultiprocessCollector:
         self.policy = policy
         self._frames = self._batches_out = 0
         scheme = SharedMemWeightSyncScheme() if weight_sync_scheme is None else weight_sync_scheme
-        packed = pack(policy, values=not isinstance(scheme, SharedMemWeightSyncScheme))
+        bound = (
+            isinstance(scheme, SharedMemWeightSyncScheme) and len(devices.distinct) < 2
+        )  # else it gets private copies
+        packed = pack(policy, values=not bound)
         specs = [
             WorkerSpec(
                 index,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from stable_baselines3.common.callbacks import BaseCallback
 
-from ..engine.publisher import Publisher
+from ..engine.publisher import Publisher, writer_of
 
 if TYPE_CHECKING:
     from stable_baselines3.common.base_class import BaseAlgorithm
@@ -27,7 +27,7 @@ class PublishCallback(BaseCallback):
     def __init__(self, pub: Publisher) -> None:
         super().__init__()
         self._pub = pub
-        self._policy_alone = not any(name.startswith("policy.") for name in pub.state_dict())
+        self._policy_alone = not any(key[0] == "policy" for key in writer_of(pub).arena.manifest.by_key)
 
     @staticmethod
     def weights(model: BaseAlgorithm) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Dead(NamedTuple):
     """The segment of a dead publisher."""
 
     version: int  # the last one in it; 0: it has none that can be read
-    inode: os.stat_result
+    stat: os.stat_result
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def sweep(name: str) -> int | None:
     with taken(name) as dead:
         if dead is None:
             return None
-        segment_file.unlink(name, dead.inode)
+        segment_file.unlink(name, dead.stat)
         log_removed(name)
         return dead.version
 

@@ -105,7 +105,8 @@ class ModelArenas:
         self._given = given
         self.registered = registered
         self.by_group: dict[int, Publisher] = {} if given is None else {ALL: given}
-        self._optional: set[Key] = set()  # leaves that weights may lack: buffers that are never saved
+        # Leaves that weights may lack: buffers that are never saved.
+        self._optional: set[Key] = set() if given is None else _never_saved(given)
         self._outside: dict[Key, torch.Tensor] | None = None  # leaves of the registered that did not move
         # Without a warning: a scheme of this shape has no close(), so collecting it is the normal end.
         self._owned: list[Publisher] = []
@@ -144,8 +145,7 @@ class ModelArenas:
             raise
         self._owned += fresh.values()
         self.by_group.update(fresh)
-        first = writer_of(next(iter(self.by_group.values()))).arena
-        self._optional = {leaf.key for leaf in first.manifest.leaves if not leaf.saved}
+        self._optional = _never_saved(next(iter(self.by_group.values())))
         if source is self.registered and self._outside is None:
             self._outside = self._move(self.registered)
 
@@ -188,16 +188,14 @@ class ModelArenas:
         optional = None if self._options.partial else self._optional
         if len(there) > 1:
             for writer in there:
-                writer.check_weights(content, optional)
+                writer.check_weights(content, deadline, optional)
         if len(there) < len(groups):
             assert source is not None, "a Publisher of the user's own has one group"
             self.open(self._completed(source), groups, version, readers)
         for writer in there:
             later = version if version > writer.next_version else None
             writer.publish(content, deadline, version=later, optional=optional)
-            if writer.device is not None:  # others are told of this version
-                with writer.lock:
-                    writer.ready(deadline)
+            writer.settle(deadline)  # others are told of this version
         if source is not self.registered and self._outside:
             self.show()
 
@@ -255,6 +253,10 @@ def _is_alone(tensor: torch.Tensor) -> bool:
         return False
     storage = tensor.untyped_storage()
     return storage.nbytes() == tensor.nbytes and _use_count(storage._cdata) <= 2  # the tensor, and this object
+
+
+def _never_saved(publisher: Publisher) -> set[Key]:
+    return {leaf.key for leaf in writer_of(publisher).arena.manifest.leaves if not leaf.saved}
 
 
 def _with_paths(source: Any) -> Any:

@@ -31,7 +31,6 @@ class Attachment:
 
     def __init__(self, handle: Handle, scheme: Any, worker: int | None) -> None:
         self.handle = handle
-        self._timeout: float = scheme.timeout
         self._strategy = WeightStrategy(partial=scheme.partial)
         self._bound: list[weakref.ref[nn.Module]] = []  # at most one
         self.subscriber = Subscriber(handle, consistency=scheme.consistency, worker=worker, timeout=scheme.timeout)
@@ -52,8 +51,6 @@ class Attachment:
     def move_to(self, version: int) -> None:
         """Apply this version or a later one. Raises ProtocolError if the arena does not have it."""
         reader = reader_of(self.subscriber)
-        if reader.arena.on_device is not None:
-            self.subscriber.wait_version(version, self._timeout)  # it is announced when its copy begins
         self.subscriber.refresh()
         if reader.applied_version < version:
             where = "inside a read section of this thread" if reader.in_section else "in the arena that is known here"

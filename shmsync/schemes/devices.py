@@ -54,11 +54,6 @@ class WorkerDevices:
         """The names of all given devices, each once."""
         return [self._all] if self._all is not None else list(dict.fromkeys(self._each or ()))
 
-    @property
-    def workers(self) -> int | None:
-        """For how many workers they are; None: for any number."""
-        return None if self._each is None else len(self._each)
-
     def of(self, worker: int) -> str | None:
         """The device of one worker; None: nothing was said. Raises ValueError for a worker that has none."""
         if self._each is None:
@@ -77,9 +72,6 @@ class WorkerDevices:
                 f"device={list(self._each)} is for {len(self._each)} workers, but there are {count}; list one for each "
                 "worker, None for the host's memory, or give one device for all"
             )
-
-    def __repr__(self) -> str:
-        return repr(self._all if self._each is None else list(self._each))
 
 
 def device_of_arena(policy_device: torch.device | str | int) -> str:

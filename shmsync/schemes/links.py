@@ -173,8 +173,8 @@ def unexpected(word: str) -> str:
 def gather(links: Mapping[int, Link], tags: Mapping[int, Tag], deadline: float) -> Outcome:
     """Wait until every worker has answered its message, is dead, or the monotonic time `deadline` is there.
 
-    What is not answered by then is forgotten. Sleeps over all pipes and all processes at once, for 50 ms at most: then
-    it looks at all workers, since another thread may have read an answer, or a process may only now be known.
+    What is not answered by then is forgotten. Sleeps over all pipes and all processes at once, for a slice at most:
+    then it looks at all workers, since another thread may have read an answer, or a process may only now be known.
     """
     outcome = Outcome(WORDING)
     waiting = dict(links)

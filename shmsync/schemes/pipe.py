@@ -206,7 +206,7 @@ class Pipe:
             raise EOFError(self.ended)
 
     def wait(self, deadline: float) -> None:
-        """Until there is something to read, or for 50 ms, or until the deadline."""
+        """Until there is something to read, or for a slice, or until the deadline."""
         self.check_open()
         poller = select.poll()
         poller.register(self.fd, select.POLLIN | (select.POLLOUT if self._outgoing else 0))

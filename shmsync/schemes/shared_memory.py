@@ -18,7 +18,7 @@ from torch import nn
 from typing_extensions import override
 
 from ..engine.deadlines import check_worker, deadline_after, timeout_or_default
-from ..engine.publisher import Publisher
+from ..engine.publisher import Publisher, writer_of
 from ..engine.source.dtypes import Dtypes
 from ..engine.subscriber import Consistency, reader_of
 from ..errors import ManifestMismatch
@@ -153,7 +153,13 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         if self._sender is not None and self._sender.model_id == model_id and self._links:
             sender = self._sender
             assert isinstance(sender, SharedMemSender)
-            sender.open()
+            try:
+                sender.open()
+            except BaseException:
+                if not sender.arenas.by_group:  # these weights do not fit, and others may
+                    sender.arenas.registered = None
+                    del self.policy_weights[model_id]
+                raise
 
     @override
     def create_transport(self, pipe_or_context: Any = None) -> SharedMemTransport:
@@ -230,9 +236,9 @@ class SharedMemSender(PipeSender):
     def open(self) -> None:
         """Make the arena of the registered weights, or of those that are known, and tell the workers where it is."""
         source = self.arenas.registered
-        source = self.find_source(None) if source is None else source
         if source is None:
-            raise ValueError(f"there are no weights of {self._model_id!r} yet; give init_on_sender() model=, or send()")
+            source = self._source(None)
+            self._refuse_extra_state(source)
         groups = self._groups(self.links)
         self.arenas.open(source, groups, self._next_version(self.links, self.version), len(self.links))
         self._show_weights()
@@ -270,6 +276,7 @@ class SharedMemSender(PipeSender):
                 self.open()
             with self.arenas.by_group[ALL].update(timeout=timeout) as weights:
                 yield weights
+            writer_of(self.arenas.by_group[ALL]).settle(deadline_after(timeout, self.default_timeout))
             self.arenas.show()
             self._gather(self._announce(links), deadline_after(timeout, self.default_timeout))
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..engine.deadlines import names_nearest, timeout_or_default, timeout_or_none, whole
+from ..engine.deadlines import SLICE, names_nearest, timeout_or_default, timeout_or_none, whole
 from ..engine.outcome import RemoteTraceback, listed
 from ..engine.publisher import Publisher, writer_of
 from ..engine.write.acks import WorkerWatch
@@ -33,7 +33,6 @@ _PRELOADED = ["torch", "shmsync", "shmsync.workers.worker_process"]
 _START = 300.0  # seconds to attach: importing torch takes long on a busy machine, and a death ends the wait
 _BETWEEN_LOOKS = 0.01  # seconds: a poll costs as much as a small publish
 _MOST = 4096
-_SLICE = 0.05  # seconds of a queue's wait between two looks at the workers
 _LAST = 0.2  # seconds: what a worker put before it returned is in the pipe, and the queue's lock may be taken
 
 _log = logging.getLogger("shmsync")
@@ -380,7 +379,7 @@ class WorkerQueue(queues.Queue):
             running = look()
             left = deadline - time.monotonic()
             try:
-                return super().get(block and left > 0, min(left, _SLICE if running else _LAST))
+                return super().get(block and left > 0, min(left, SLICE if running else _LAST))
             except queue.Empty:
                 if not block or left <= 0:
                     raise

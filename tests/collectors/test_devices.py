@@ -55,7 +55,11 @@ def test_the_policy_travels_without_its_device_and_is_brought_to_another():
 @simulated
 @pytest.mark.parametrize(
     ("scheme", "device"),
-    [(SharedMemWeightSyncScheme, "simulated:1"), (MultiProcessWeightSyncScheme, ["cpu", "simulated:1"])],
+    [
+        (SharedMemWeightSyncScheme, "simulated:1"),
+        (SharedMemWeightSyncScheme, ["cpu", "simulated:1"]),
+        (MultiProcessWeightSyncScheme, ["cpu", "simulated:1"]),
+    ],
 )
 def test_every_frame_is_by_the_weights_of_its_version_on_each_device(collector, scheme, device):
     policy = Policy()

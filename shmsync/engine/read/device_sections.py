@@ -13,9 +13,7 @@ from ..._native import HostCall
 from ...errors import DeviceBusy, DeviceFailed, ProtocolError
 from ...memory.arena import Arena
 from ...memory.devices import Stream
-from ..deadlines import slice_until
-
-_SLICE = 0.05  # seconds between two looks at what else ends a wait
+from ..deadlines import SLICE, slice_until
 
 
 def end_reads(arena: Arena, name: str, others: list[Stream], call: HostCall | None, look: Callable[[], None]) -> None:
@@ -43,7 +41,7 @@ def end_reads(arena: Arena, name: str, others: list[Stream], call: HostCall | No
                 "addresses stay, and replay inside a section"
             )
         return
-    while not device.wait(ending, _SLICE):
+    while not device.wait(ending, SLICE):
         look()
         device.check()
 

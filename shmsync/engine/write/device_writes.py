@@ -22,10 +22,8 @@ from ...errors import DeviceBusy, DeviceFailed, ProtocolError, ShmSyncError
 from ...memory.devices import Device, OnDevice, Piece, Stream
 from ...memory.manifest import Manifest
 from ...memory.process import stay_if_exiting
-from ..deadlines import slice_until
+from ..deadlines import SLICE, slice_until
 from .copy_plan import CopyPlan
-
-_SLICE = 50_000_000  # ns
 
 
 def wait_for_stream(device: Device, stream: Stream, deadline: float, late: str) -> None:
@@ -207,5 +205,5 @@ class DeviceWrites:
             with suppress(ShmSyncError):  # it has failed; or what the stream has is only recorded, in a capture
                 self._device.follow(self._stream, self._device.current())
         if commit is not None and not commit.cancel():
-            while not commit.wait(_SLICE):
+            while not commit.wait(int(SLICE * 1e9)):
                 stay_if_exiting()

@@ -122,8 +122,7 @@ class Writer:
         if first_version is None:
             first_version = self._created.follows + 1
         self.publish(None, deadline_after(None, self.timeout), version=first_version)
-        with self.lock:
-            self.ready(deadline_after(None, self.timeout))
+        self.settle(deadline_after(None, self.timeout))
         segment.make_ready(self._created)
 
     # ---- may this call write?
@@ -153,6 +152,12 @@ class Writer:
             self.wait_until_published(deadline)
         if self.native.writing:
             self.undo()
+
+    def settle(self, deadline: float) -> None:
+        """With a device: wait until no version is under way, before others are told of it. Raises as ready()."""
+        if self.device is not None:
+            with self.lock:
+                self.ready(deadline)
 
     @contextmanager
     def at_rest(self) -> Iterator[tuple[int, int]]:
@@ -209,13 +214,13 @@ class Writer:
                 if plan is not None:
                     plan.release()
 
-    def check_weights(self, weights: Weights, optional: Container[Key] | None = None) -> None:
+    def check_weights(self, weights: Weights, deadline: float, optional: Container[Key] | None = None) -> None:
         """Raise what publishing these would raise before anything is written.
 
         `optional`: the leaves that may be missing; None: all.
         """
         with self.lock:
-            self.ready(deadline_after(None, self.timeout))
+            self.ready(deadline)
             plan = self._plan(weights, optional)
             if plan is not None:
                 plan.release()
@@ -445,10 +450,12 @@ class Writer:
             tensor.dtype != views[key].dtype or not same_bytes(tensor, views[key]) for key, tensor in tensors.items()
         ):
             plan, deadline = self.plans.find(source), deadline_after(None, self.timeout)
-            if plan.in_place:
-                self.refuse_poisoned()
-            self._write(plan, deadline)
-            plan.release()
+            try:
+                if plan.in_place:
+                    self.refuse_poisoned()
+                self._write(plan, deadline)
+            finally:
+                plan.release()
             self.wait_until_published(deadline)
 
     def forget_source(self) -> None:

@@ -364,6 +364,8 @@ class Exchange(Posted):
             transport.reported = dead.final
         except Failed as failed:
             self.outcome.failed[index] = failed.failure
+            for each in self.workers.values():
+                each.node = None  # it may have been started again elsewhere, or be led by one that was
         del self.open[index]
         return True
 
@@ -478,12 +480,14 @@ class RemoteSender(WeightSender):
         if isinstance(source, PackedWeights):
             packed = source
         else:
-            self._version += 1  # now: a node may have it although this raises
+            version = self._version + 1
             if self._nodes is not None:
-                label = Label(self._packer.session, self._model_id, self._version, True, b"", {})
+                self._version = version  # now: a node may have it although this raises
+                label = Label(self._packer.session, self._model_id, version, True, b"", {})
                 exchange: Exchange = self._nodes.post(source, label, connected, self._transports, deadline)
                 return exchange
-            packed = self._packer.pack(source, self._model_id, self._version)
+            packed = self._packer.pack(source, self._model_id, version)
+            self._version = version
         content = next(iter(connected.values())).wrap(packed) if connected else None
         return Exchange(packed.label.version, connected, lambda _, index: one_step(connected[index], content))
 
@@ -573,5 +577,5 @@ class RemoteReceiver(WeightReceiver):
     def leave(self) -> None:
         """Leave the arena, inside apply_weights() or close()."""
         if self.attached is not None:
-            attached, self.attached = self.attached, None
-            attached.close()
+            self.attached.close()
+            self.attached = None

@@ -20,6 +20,7 @@ program's own send() and recv(), and of a TensorDict's, are small.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import pickle
 import time
@@ -38,6 +39,8 @@ from ..context import Arguments
 from ..strategy import WeightStrategy
 from .base import Dead, Failed, Label, PackedWeights, RemoteReceiver, RemoteScheme, RemoteTransport, Request, unpack
 from .nodes import News, NodeFanOut
+
+_log = logging.getLogger("shmsync")
 
 UPDATE, UPDATED, FAILED = "update_weights", "updated", "failed"
 _FASTEST, _SLOWEST = 0.0002, 0.005  # seconds between two looks into a store
@@ -272,8 +275,9 @@ class DistributedReceiver(RemoteReceiver):
                 self.apply_weights(received)
         except WriterDied:
             raise
-        except Exception:
+        except Exception as error:
             self._resolve_model_ref()  # a receiver without a model raises here too
+            _log.warning("weights of %r were refused: %s", self._model_id, error)
             return False
         return received is not None
 

@@ -57,7 +57,6 @@ class NodeArena:
     def publish(self, weights: Any, label: Label, deadline: float) -> News:
         """Make weights the label's version. Raises as Publisher does, with nothing changed."""
         leaves, extra = leaves_of(weights)
-        refuse_odd(leaves)
         if self.publisher is not None:
             writer = writer_of(self.publisher)
             try:
@@ -68,9 +67,7 @@ class NodeArena:
                 self.publisher.close()  # it was made for weights that fitted no worker
                 self.publisher = None
             else:
-                if writer.device is not None:  # others are told of this version
-                    with writer.lock:
-                        writer.ready(deadline)
+                writer.settle(deadline)  # others are told of this version
         if self.publisher is None:
             self.publisher = Publisher(nested(leaves), first_version=label.version, **self._options)
             writer_of(self.publisher).forget_source()

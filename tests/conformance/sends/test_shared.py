@@ -5,11 +5,15 @@ import os
 import re
 
 import pytest
+import torch
+from tensordict import TensorDict
 
+import shmsync
 from shmsync.errors import ManifestMismatch, ReaderStalled
 from shmsync.schemes import SharedMemTransport, SharedMemWeightSyncScheme
 from support.conformance import peers
-from support.conformance.nets import Slow, Stamped, numbers, shared
+from support.conformance.nets import Slow, Stamped, Tied, numbers, shared
+from support.conformance.rigs import PipeRig
 from support.conformance.table import SHM
 
 
@@ -72,6 +76,24 @@ def test_registering_what_is_registered_is_a_runtime_error(fleet):
             with pytest.raises(RuntimeError, match="'policy' is registered already"):
                 register("policy", shared(Stamped(2)))
     transport.close()
+
+
+def test_weights_that_cannot_be_registered_leave_room_for_others(fleet):
+    sender = fleet.open()
+    refused = TensorDict({"layer": {"weight": torch.zeros(2, device="meta")}})
+    with pytest.raises(ManifestMismatch, match=r"layer\.weight"):
+        sender._scheme.register_shared_weights("policy", refused)
+    sender._scheme.register_shared_weights("policy", shared(Stamped(4)))
+    assert fleet.stamps() == [4, 4, 4]
+
+
+def test_a_publisher_of_the_users_own_takes_what_a_scheme_takes(rig_of):
+    with shmsync.Publisher(Tied(1)) as pub:
+        rig = rig_of(PipeRig, SharedMemWeightSyncScheme, nets=[Tied(0)], publisher=pub)
+        state = Tied(2).state_dict()
+        assert "cache" not in state  # a buffer that is never saved
+        rig.deliver(state)
+        assert rig.nets[0].layer.weight.unique().tolist() == [2]
 
 
 # ---- plain shared TensorDicts

@@ -3,6 +3,7 @@
 import pytest
 
 from shmsync.schemes import SharedMemWeightSyncScheme
+from support.calls import Call
 from support.conformance.nets import Stamped, stamp
 from support.conformance.rigs import PipeRig
 from support.devices.simulated import Simulated, installed
@@ -27,6 +28,23 @@ def test_workers_on_the_device_share_one_arena_and_others_have_copies(device, sl
         assert made.stamps() == [value] * 3
     assert [str(each.layer.weight.device) for each in nets] == ["simulated:0", "cpu", "simulated:0"]
     assert device.allocated - allocated == 1
+    made.close()
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_an_update_returns_when_the_workers_use_what_was_written(device, slots):
+    nets = [Stamped(0).to("simulated:0"), Stamped(0)]
+    made = PipeRig(SharedMemWeightSyncScheme, nets=nets, device="simulated:0", slots=slots, given={"model": Stamped(1)})
+    made.deliver()
+
+    def update():
+        with made.sender.update(timeout=60) as weights:
+            for key in ("weight", "bias"):
+                weights["layer", key].fill_(5)
+            weights["count"].fill_(5)
+
+    made.receive_until(Call(update))
+    assert made.stamps() == [5, 5] and [receiver.version for receiver in made.receivers] == [2, 2]
     made.close()
 
 
