@@ -110,8 +110,8 @@ class RayTransport(RemoteTransport):
 
     @override
     def check_connection(self) -> bool:
-        """Is Ray running in this process, and is there an actor?"""
-        return bool(self._ray.is_initialized()) and self.connected
+        """Is Ray running in this process?"""
+        return bool(self._ray.is_initialized())
 
     @override
     def wrap(self, packed: PackedWeights) -> Any:
@@ -284,6 +284,11 @@ class RayActorTransport(RayTransport):
     def set_actor(self, actor_ref: Any) -> None:
         """Reach this actor from now on."""
         self.actor, self.request, self.reported = actor_ref, None, False
+
+    @override
+    def check_connection(self) -> bool:
+        """Is Ray running in this process, and is there an actor?"""
+        return super().check_connection() and self.connected
 
 
 class RayModuleTransformSender(RemoteSender):
