@@ -183,7 +183,7 @@ class Receiver:
         """One slice of the thread's work: wait for a version, and move there. Errors are reported."""
         reader = self._reader
         try:
-            if reader.wait_version_slice(reader.applied_version + 1, int(SLICE * 1e9)) or self._may_move:
+            if self._may_move or reader.wait_version_slice(reader.applied_version + 1, int(SLICE * 1e9)):
                 with self._server_lock:
                     self.catch_up()
         except Exception as error:
@@ -326,7 +326,7 @@ def _run(reference: weakref.ref[Receiver], stop: threading.Event) -> None:
         if receiver is None:
             return
         receiver.wait()
-        if receiver._reader.gone:
+        if receiver._reader.gone and not receiver._may_move:
             return  # the trainer has ended, and the module goes on with what it has
         del receiver
 

@@ -180,7 +180,7 @@ class Sender:
                     plan.append((arena, arena.source(prepared, strict=self._strict), here))
         for arena, source, here in plan:
             if len(plan) > 1 or arena.members - here - self._lost:
-                self._explained(arena.writer.check_weights, source)
+                self._explained(arena.writer.check_weights, source, deadline)
         targets: list[tuple[Arena, Any, set[int]]] = []
         for arena, source, here in plan:
             if arena.members - here - self._lost:
