@@ -7,7 +7,7 @@ import pytest
 
 import shmsync
 from support.calls import outcome
-from support.faults.reader_table import OWNER, PIN, word, write_row
+from support.faults.reader_table import ACKED, OWNER, PIN, word, write_row
 from support.jobs.engine import attach, detach, enter, leave, look
 from support.weights import stamped
 
@@ -46,6 +46,16 @@ def test_garbage_in_the_reader_table_does_not_stop_the_writer(start, slots):
             witness.call(detach)
             vandal.call(detach)
             assert pub.publish(stamped(6)) == 6, what
+
+
+def test_acknowledgement_from_the_future_is_not_believed(attached):
+    with shmsync.Publisher(stamped(1)) as pub:
+        vandal = attached(pub, worker=2)
+        vandal.call(write_row, ACKED, word(2**63))
+        for wait in ("all", [2]):
+            with pytest.raises((shmsync.AckTimeout, shmsync.WorkerDied)) as caught:
+                pub.publish(stamped(pub.version + 1), wait=wait, timeout=0.2)
+            assert caught.value.missing == [2]
 
 
 def test_evicted_reader_does_not_write_the_row_of_its_successor(attached):
