@@ -48,8 +48,6 @@ FAULTS = [
           "engine/device/test_to_the_host.py"),
     Fault("shmsync/engine/converting.py", "leaf.offset - end >= TENSOR_ALIGNMENT", "False",
           "engine/device/test_to_the_host.py"),
-    Fault("shmsync/engine/converting.py", "groups.setdefault(kinds,", "groups.setdefault(0,",
-          "engine/device/test_copies_on_a_device.py"),
     Fault("shmsync/engine/write/device_writes.py", "device.follow(device.current(), made_by)", "pass",
           "engine/device/test_copies_on_a_device.py"),
     Fault("shmsync/engine/bind/binding.py", "            self._synchronize()\n            with plainly():",
