@@ -31,6 +31,7 @@ class Attachment:
 
     def __init__(self, handle: Handle, scheme: Any, worker: int | None) -> None:
         self.handle = handle
+        self.made_of = (handle, *_options(scheme))
         self._strategy = WeightStrategy(partial=scheme.partial)
         self._bound: list[weakref.ref[nn.Module]] = []  # at most one
         self.subscriber = Subscriber(handle, consistency=scheme.consistency, worker=worker, timeout=scheme.timeout)
@@ -79,8 +80,8 @@ class Attachment:
         self.subscriber.close()
 
 
-def attached(earlier: Attachment | None, inbox: Inbox, model_id: str, scheme: Any) -> Attachment:
-    """The attachment to the arena that the sender named last: `earlier`, if it is to that one.
+def attached(inbox: Inbox, model_id: str, scheme: Any) -> Attachment:
+    """The attachment to the arena that the sender named last; the one that there is already, if it is to that one.
 
     Raises ProtocolError when the sender never named one, else as Subscriber() does.
     """
@@ -90,12 +91,18 @@ def attached(earlier: Attachment | None, inbox: Inbox, model_id: str, scheme: An
             "of the pipe"
         )
     handle, worker = inbox.registered[model_id]
-    if earlier is not None and earlier.handle == handle:
+    earlier: Attachment | None = inbox.attachments.get(model_id)
+    if earlier is not None and earlier.made_of == (handle, *_options(scheme)):
         return earlier
     made = Attachment(handle, scheme, worker)
     if earlier is not None:
         earlier.close()  # a module is bound to one arena
+    inbox.attachments[model_id] = made
     return made
+
+
+def _options(scheme: Any) -> tuple[Any, ...]:
+    return scheme.consistency, scheme.timeout, scheme.partial
 
 
 def _close_unused(subscriber: Subscriber, bound: list[weakref.ref[nn.Module]]) -> None:

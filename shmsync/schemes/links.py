@@ -235,11 +235,13 @@ class Inbox:
     Attributes:
         receivers: by model.
         registered: by model: the arena that the sender named last, and the worker's index there.
+        attachments: by model: to that arena. A receiver that is made anew goes on with it.
     """
 
     def __init__(self, pipe: Pipe) -> None:
         self.pipe = pipe
         self.registered: dict[str, tuple[Handle, int | None]] = {}
+        self.attachments: dict[str, Any] = {}
         self.receivers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self.lock = threading.RLock()
         self._messages: deque[Message] = deque()

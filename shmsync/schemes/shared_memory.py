@@ -31,7 +31,7 @@ from .attachment import Attachment, attached
 from .context import Arguments
 from .links import Inbox, Link
 from .messages import Message, Tag
-from .pipe import framed
+from .pipe import Pipe, framed
 from .receiver import PipeReceiver
 from .sender import PipeSender, Posted
 from .strategy import Form, leaves_of
@@ -389,7 +389,6 @@ class SharedMemTransport(PipeTransport):
         **options: Any,
     ) -> None:
         self._owns = scheme is None
-        self._attachments: dict[str, Attachment] = {}  # in a worker, by model
         if scheme is None:
             scheme = SharedMemWeightSyncScheme(policy_weights, auto_register=auto_register, **options)
         super().__init__(scheme, pipe)
@@ -426,8 +425,7 @@ class SharedMemTransport(PipeTransport):
         model_id, inbox = message.model_id, Inbox.of(self.pipe)
         if message.kind == messages.REGISTER:
             inbox.registered[model_id] = message.content.handle, message.worker
-        made = attached(self._attachments.get(model_id), inbox, model_id, self._scheme)
-        self._attachments[model_id] = made
+        made = attached(inbox, model_id, self._scheme)
         if message.kind == messages.REGISTER:
             return None
         made.move_to(message.content)
@@ -436,8 +434,10 @@ class SharedMemTransport(PipeTransport):
     def close(self) -> None:
         """End the arenas, or leave them. Idempotent."""
         with contextlib.ExitStack() as stack:
-            for attachment in self._attachments.values():
-                stack.callback(attachment.close)
+            if self.pipe is not None and isinstance(end := Pipe.of(self.pipe).end, Inbox):
+                for attachment in list(end.attachments.values()):
+                    stack.callback(attachment.close)
+                stack.callback(end.attachments.clear)
             if self._owns:
                 stack.callback(self._scheme.shutdown)
 
@@ -477,7 +477,7 @@ class SharedMemReceiver(PipeReceiver):
             self._inbox.registered[model_id] = content.handle, worker
         elif type(content) is not int:
             raise ValueError(f"weights of {model_id!r} came through the pipe; use this scheme on both sides")
-        self._attachment = attached(self._attachment, self._inbox, model_id, self._scheme)
+        self._attachment = attached(self._inbox, model_id, self._scheme)
         if message.kind != messages.REGISTER:
             self._attachment.move_to(content)
         self._attachment.bind(self._resolve_model_ref())
@@ -492,3 +492,5 @@ class SharedMemReceiver(PipeReceiver):
         """Leave the arena; a bound model raises ClosedError when it is called from now on."""
         if self._attachment is not None:
             self._attachment.close()
+            if self._inbox.attachments.get(self._model_id) is self._attachment:
+                del self._inbox.attachments[self._model_id]

@@ -96,6 +96,15 @@ def test_a_publisher_of_the_users_own_takes_what_a_scheme_takes(rig_of):
         assert rig.nets[0].layer.weight.unique().tolist() == [2]
 
 
+def test_a_receiver_that_is_made_anew_goes_on_with_the_same_module(rig_of):
+    rig = rig_of(PipeRig, SharedMemWeightSyncScheme, nets=[Stamped(0)])
+    rig.deliver(Stamped(1))
+    for value, worker in enumerate([rig.workers[0], rig.make_scheme(), rig.make_scheme()], 2):
+        worker.init_on_worker("policy", pipe=rig.pipes[1], model=rig.nets[0])
+        rig.receivers = [worker.get_receiver()]
+        assert rig.deliver(Stamped(value)) == value and rig.stamps() == [value]
+
+
 # ---- plain shared TensorDicts
 
 
