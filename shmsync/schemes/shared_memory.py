@@ -31,7 +31,7 @@ from .attachment import Attachment, attached
 from .context import Arguments
 from .links import Inbox, Link
 from .messages import Message, Tag
-from .pipe import Pipe, framed
+from .pipe import framed
 from .receiver import PipeReceiver
 from .sender import PipeSender, Posted
 from .strategy import Form, leaves_of
@@ -389,6 +389,7 @@ class SharedMemTransport(PipeTransport):
         **options: Any,
     ) -> None:
         self._owns = scheme is None
+        self._inbox: Inbox | None = None  # in a worker that has received
         if scheme is None:
             scheme = SharedMemWeightSyncScheme(policy_weights, auto_register=auto_register, **options)
         super().__init__(scheme, pipe)
@@ -423,6 +424,7 @@ class SharedMemTransport(PipeTransport):
     def _content(self, message: Message) -> TensorDictBase | None:
         """The zero-copy TensorDict of the version; protected only inside a read section."""
         model_id, inbox = message.model_id, Inbox.of(self.pipe)
+        self._inbox = inbox
         if message.kind == messages.REGISTER:
             inbox.registered[model_id] = message.content.handle, message.worker
         made = attached(inbox, model_id, self._scheme)
@@ -434,10 +436,10 @@ class SharedMemTransport(PipeTransport):
     def close(self) -> None:
         """End the arenas, or leave them. Idempotent."""
         with contextlib.ExitStack() as stack:
-            if self.pipe is not None and isinstance(end := Pipe.of(self.pipe).end, Inbox):
-                for attachment in list(end.attachments.values()):
+            if self._inbox is not None:
+                for attachment in self._inbox.attachments.values():
                     stack.callback(attachment.close)
-                stack.callback(end.attachments.clear)
+                self._inbox.attachments.clear()
             if self._owns:
                 stack.callback(self._scheme.shutdown)
 
