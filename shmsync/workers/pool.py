@@ -347,8 +347,8 @@ class Workers:
                 if member.process.exitcode == 1:  # it could not import the main file
                     before += '. A script needs `if __name__ == "__main__":` around its start'
             words = (
-                f"worker {rank} died ({how}){before}. Start another one with workers.restart({rank}), or pass restart= "
-                "for that"
+                f"worker {rank} died ({how}){before}. workers.restart({rank}) starts another one; "
+                "Workers(restart=) does so by itself"
             )
         error = kind(words, version=version or self._writer.current[0], missing=[rank])
         if member.failure is not None:

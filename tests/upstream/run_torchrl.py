@@ -6,7 +6,8 @@ Without a path, the environment's TORCHRL_CHECKOUT names the checkout. Where the
 to get it: no package of TorchRL contains its tests. The checkout must be of the TorchRL release that is installed;
 nothing of it is copied or changed. --both puts the scheme in place of MultiProcessWeightSyncScheme too. --all runs
 every test of these files; without it a test runs once where its cases differ in the scheme alone.
-docs/coming-from-torchrl.md lists the tests that need an option, or that expect something else, with the reasons.
+Left out is TestCollectorGeneric::test_update_weights, which requires that workers see the trainer's writes before any
+update. TestUpdateParams runs on one device too; TestWeightSyncIntegration sends through a scheme in place of a queue.
 """
 
 from __future__ import annotations

@@ -268,8 +268,8 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         return _torchrl.WeightSyncScheme.weights.fget(self)
 
     def create_transport(self, **kwargs: Any) -> Any:
-        """Raises NotImplementedError: workers map the weights, so nothing has to carry them."""
-        raise NotImplementedError("ShmWeightSyncScheme has no transport: workers map the weights")
+        """Raises ProtocolError: workers map the weights, so nothing has to carry them. TorchRL asks for this method."""
+        raise ProtocolError("ShmWeightSyncScheme has no transport, since workers map the weights; call send()")
 
     def shutdown(self) -> None:
         """End the arenas; in a worker, leave them: the model keeps its weights. Idempotent; runs when collected too."""

@@ -38,6 +38,12 @@ def pair(device):
     assert device.pinned == {}
 
 
+def assert_next_is_seen(there, pub, sub):
+    there.fill_(3)
+    version = pub.publish(wait=[])
+    assert value(sub) == (version, 3.0)
+
+
 @pytest.mark.parametrize("count", [1000, ALONE // 4])
 @pytest.mark.parametrize("slots", SLOTS)
 def test_publish_returns_and_the_stream_orders_what_comes_before_and_after(device, pair, slots, count):
@@ -155,9 +161,7 @@ def test_an_error_between_copy_and_commit_publishes_nothing(device, pair, slots,
             value(sub, timeout=0.05)
     else:
         assert value(sub) == (1, 1.0)
-    there.fill_(3)
-    version = pub.publish(wait=[])
-    assert value(sub) == (version, 3.0)
+    assert_next_is_seen(there, pub, sub)
 
 
 @pytest.mark.parametrize("slots", SLOTS)
@@ -171,9 +175,7 @@ def test_a_failure_that_comes_late_takes_the_version_back(device, pair, slots):
         pub.publish()
     assert (pub.version, sub.latest) == (1, 1)
     device.failed = None
-    there.fill_(3)
-    version = pub.publish(wait=[])
-    assert value(sub) == (version, 3.0)
+    assert_next_is_seen(there, pub, sub)
 
 
 @pytest.mark.parametrize("slots", SLOTS)
