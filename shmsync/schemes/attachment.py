@@ -44,11 +44,6 @@ class Attachment:
         """The version that the calling thread used last, else the applied one."""
         return self.subscriber.version
 
-    @property
-    def in_section(self) -> bool:
-        """Is the calling thread inside a read section, where the version cannot change?"""
-        return bool(reader_of(self.subscriber).in_section)
-
     def move_to(self, version: int) -> None:
         """Apply this version or a later one. Raises ProtocolError if the arena does not have it."""
         reader = reader_of(self.subscriber)

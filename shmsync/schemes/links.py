@@ -10,10 +10,8 @@ answer to a message that no send waits for is dropped, so it never counts for a 
 from __future__ import annotations
 
 import select
-import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,6 +24,7 @@ from .messages import Message, Tag
 from .pipe import Pipe, milliseconds
 
 WORDING = Wording("a worker applies at its next receive()")
+_AHEAD = 1 << 13  # bytes that a worker reads at once: every message of shared memory
 
 
 Result = Failure | str | None  # what went wrong; None: applied. A string: it answered something else
@@ -38,6 +37,7 @@ class Link:
 
     Attributes:
         unanswered: the tags of messages in the order in which they were sent; False: no send waits any more.
+        results: the answers that a send has still to take.
         highest: by model: the newest version that any sender sent over this pipe.
         registered: by model: the arena that the worker was told of last.
         reported: WorkerDied has named it, so that sends leave it out.
@@ -48,7 +48,7 @@ class Link:
     def __init__(self, pipe: Pipe) -> None:
         self.pipe = pipe
         self.unanswered: dict[Tag, bool] = {}
-        self._results: dict[Tag, Result] = {}
+        self.results: dict[Tag, Result] = {}
         self.highest: dict[str, int] = {}
         self.registered: dict[str, Any] = {}
         self.reported = False
@@ -97,28 +97,20 @@ class Link:
     def post(self, frame: bytes, tag: Tag) -> None:
         """Send a message that will be answered with this tag; newer weights of the model may take its place."""
         with self.pipe.lock:
-            if self.unanswered or self.pipe.unsent:
+            if self.unanswered:
                 self.pump()  # what has come before cannot be an answer to it
             if tag.version > self.highest.get(tag.model_id, 0):
                 self.highest[tag.model_id] = tag.version
-            self._results.pop(tag, None)  # of a send that an exception has ended
+            self.results.pop(tag, None)  # of a send that an exception has ended
             self.unanswered[tag] = True
             if not self.pipe.closed:  # else the wait finds it dead
                 for model_id, version in self.pipe.send_frame(frame, tag if tag.version else None):
                     self.unanswered.pop(Tag(model_id, version), None)
 
-    def has(self, tag: Tag) -> bool:
-        """Is the answer there?"""
-        return tag in self._results
-
-    def take(self, tag: Tag) -> tuple[Result] | None:
-        """The answer, in a tuple of one, once; None: it is not there yet."""
-        return (self._results.pop(tag),) if tag in self._results else None
-
     def forget(self, tag: Tag) -> None:
         """Wait no more for this answer; it is dropped when it comes."""
         with self.pipe.lock:
-            self._results.pop(tag, None)
+            self.results.pop(tag, None)
             if tag in self.unanswered:
                 self.unanswered[tag] = False
 
@@ -128,12 +120,10 @@ class Link:
         with pipe.lock:
             if pipe.closed:
                 return
-            pipe.flush()
-            try:
-                while (until is None or until not in self._results) and (found := pipe.receive()) is not None:
-                    self._sort(found[0])
-            except EOFError:
-                pass
+            if pipe.unsent:
+                pipe.flush()
+            while (until is None or until not in self.results) and (found := pipe.receive()) is not None:
+                self._sort(found[0])
 
     def _sort(self, message: Any) -> None:
         answer = messages.read_answer(message)
@@ -155,7 +145,7 @@ class Link:
         if tag is None or (tag not in self.unanswered and tag.version > self.highest.get(tag.model_id, 0)):
             self.pipe.pending.append(message)  # it answers nothing that was sent
         elif self.unanswered.pop(tag, False):
-            self._results[tag] = result
+            self.results[tag] = result
 
     def _oldest(self, word: str) -> Tag | None:
         registration = {messages.REGISTERED: True, messages.UPDATED: False}.get(word)
@@ -179,34 +169,35 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Tag], deadline: float) 
     outcome = Outcome(WORDING)
     waiting = dict(links)
     poller = select.poll()
-    owner: dict[int, tuple[int, bool]] = {}  # of each descriptor: the worker, and is it the process?
+    watched: dict[int, tuple[int, bool]] = {}  # by descriptor: the worker, and is it the process?
 
     def watch(index: int, link: Link) -> None:
         pipe, peer = link.pipe, link.peer
         if not pipe.over:
-            owner[pipe.fd] = index, False
+            watched[pipe.fd] = index, False
             poller.register(pipe.fd, select.POLLIN | (select.POLLOUT if pipe.unsent else 0))
-        if peer is not None and peer.fd is not None and peer.fd not in owner:
-            owner[peer.fd] = index, True
+        if peer is not None and peer.fd is not None and peer.fd not in watched:
+            watched[peer.fd] = index, True
             poller.register(peer.fd, select.POLLIN)
 
     for index, link in links.items():
         watch(index, link)
     # Another thread may have read the answer already, and no event comes from a pipe that has ended.
-    ready = [(i, True) for i, link in links.items() if link.has(tags[i]) or link.pipe.over]
+    ready = [(i, True) for i, link in links.items() if tags[i] in link.results or link.pipe.over]
     try:
         while waiting:
             for index, may_be_dead in ready:
                 if index not in waiting:
                     continue  # both its pipe and its process had an event
-                link = waiting[index]
+                link, tag = waiting[index], tags[index]
                 gone = may_be_dead and link.dead  # before the last look: what it sent, it sent before it died
-                link.pump(tags[index])
-                if (answer := link.take(tags[index])) is not None:
-                    if answer[0] is None:
+                link.pump(tag)
+                if tag in link.results:
+                    failure = link.results.pop(tag)
+                    if failure is None:
                         outcome.done.append(index)
                     else:
-                        outcome.failed[index] = answer[0]
+                        outcome.failed[index] = failure
                 elif gone or link.pipe.over:
                     outcome.dead[index] = str(link)
                 else:
@@ -216,9 +207,9 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Tag], deadline: float) 
             if not waiting or time.monotonic() >= deadline:
                 break
             found = poll(poller, milliseconds(deadline))
-            for fd in [fd for fd, _ in found if owner[fd][0] not in waiting]:
+            for fd in [fd for fd, _ in found if watched[fd][0] not in waiting]:
                 poller.unregister(fd)
-            ready = [owner[fd] for fd, _ in found] or [(index, True) for index in waiting]
+            ready = [watched[fd] for fd, _ in found] or [(index, True) for index in waiting]
     finally:
         for index in waiting:
             links[index].forget(tags[index])
@@ -243,45 +234,52 @@ class Inbox:
         self.registered: dict[str, tuple[Handle, int | None]] = {}
         self.attachments: dict[str, Any] = {}
         self.receivers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-        self.lock = threading.RLock()
-        self._messages: deque[Message] = deque()
+        self._messages: list[Message] = []
 
     @classmethod
     def of(cls, connection: Any) -> Inbox:
         """That of the pipe's end; the same object each time."""
         pipe = Pipe.of(connection)
         if pipe.end is None:
-            pipe.end, pipe.loads = cls(pipe), messages.loads
+            pipe.end = cls(pipe)
         if not isinstance(pipe.end, cls):
             raise ValueError("this end of the pipe is a sender's; a receiver needs the other end")
         return pipe.end
 
-    def next(self, wanted: Callable[[Message], bool], deadline: float) -> Message | None:
-        """The oldest message that is wanted; None when the monotonic time `deadline` comes first; 0 only looks.
+    def take(self, wanted: Callable[[Message], bool], deadline: float, most: int | None = None) -> list[Message]:
+        """The messages that are wanted, oldest first; none when the monotonic time `deadline` comes first; 0 looks.
 
         Raises WriterDied when the sender is gone and nothing wanted is left.
         """
-        readable = deadline == 0.0
+        pipe, readable = self.pipe, deadline == 0.0 or bool(self._messages)
         while True:
-            with self.lock:
-                for position, message in enumerate(self._messages):
-                    if wanted(message):
-                        del self._messages[position]
-                        return message
-                try:
-                    if readable and (found := self.pipe.receive()) is not None:
-                        if (read := messages.read_message(found[0])) is None:
-                            self.pipe.pending.append(found[0])
-                        else:
-                            self._messages.append(read)
-                        continue
-                except EOFError as error:
-                    raise WriterDied(f"{error}: the sender is gone, so no weights will come; leave the loop") from None
-            if readable and time.monotonic() >= deadline:
-                break
-            self.pipe.wait(deadline)
+            if readable:
+                with pipe.lock:
+                    self._read()
+                    found = [message for message in self._messages if wanted(message)][:most]
+                    if found:
+                        self._messages = [each for each in self._messages if all(each is not one for one in found)]
+                        return found
+                    if pipe.ended:
+                        raise WriterDied(f"{pipe.ended}: the sender is gone, so no weights will come; leave the loop")
+                if time.monotonic() >= deadline:
+                    break
+            pipe.wait(deadline)
             readable = True
         # With fork the siblings hold the sender's end too, so that its death does not end the pipe.
         if deadline and (sender := dead_parent()) is not None:
             raise WriterDied(f"the sender (pid {sender}) died, so no weights will come; leave the loop")
-        return None
+        return []
+
+    def _read(self) -> None:
+        """Sort all that is there."""
+        pipe = self.pipe
+        pipe.check_open()
+        came = _AHEAD
+        while came >= _AHEAD and not pipe.ended:
+            came = pipe.read(_AHEAD)
+            while (found := pipe.next_message()) is not None:
+                if (message := messages.read_message(found[0])) is None:
+                    pipe.pending.append(found[0])
+                else:
+                    self._messages.append(message)

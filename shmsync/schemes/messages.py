@@ -16,18 +16,22 @@ from __future__ import annotations
 import functools
 import io
 import pickle
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..engine.outcome import Failure
 from ..engine.subscriber import live_weights
 from ..memory.process import me
 from ..memory.segment import Handle
 
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
 UPDATE = "update_weights"
 REGISTER = "register_shared_weights"
 UPDATED = "updated"
 REGISTERED = "registered"
 FAILED = "failed"
+ANSWERS = {UPDATE: UPDATED, REGISTER: REGISTERED}
 
 dumps = functools.partial(pickle.dumps, protocol=5)
 
@@ -75,38 +79,35 @@ class Registered:
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
 
+    def __reduce__(self) -> Any:
+        return registered, (self.handle,)
 
-_ATTACHES = live_weights.__name__.encode()  # in the pickle of a registration
+
+def registered(handle: Handle) -> TensorDictBase:
+    """What a plain recv() makes of a registration: the live TensorDict of the arena."""
+    return live_weights(handle)
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """As pickle's, but a registration does not attach here."""
-        if (module, name) == (live_weights.__module__, live_weights.__name__):
-            return Registered
-        return super().find_class(module, name)
+        return Registered if (module, name) == (__name__, registered.__name__) else super().find_class(module, name)
 
 
-def loads(payload: bytes | bytearray) -> Any:
-    """Unpickle a message for a receiver."""
-    if _ATTACHES not in payload:
-        return pickle.loads(payload)
-    return _Unpickler(io.BytesIO(payload)).load()
+_REGISTERS = REGISTER.encode()
+_SMALL = 1 << 16  # bytes; a registration has less
 
 
-class _Live:
-    """Pickles as the TensorDict of an arena, attached in the process that reads it."""
-
-    def __init__(self, handle: Handle) -> None:
-        self._handle = handle
-
-    def __reduce__(self) -> Any:
-        return live_weights, (self._handle,)
+def loads(payload: memoryview) -> Any:
+    """Unpickle a message for a receiver or a sender of ours."""
+    if len(payload) < _SMALL and _REGISTERS in bytes(payload):
+        return _Unpickler(io.BytesIO(payload)).load()
+    return pickle.loads(payload)
 
 
 def registration(model_id: str, handle: Handle, worker: int) -> bytes:
     """The message that says where the arena of a model is."""
-    pair = ((model_id, _Live(handle)), REGISTER)
+    pair = ((model_id, Registered(handle)), REGISTER)
     return dumps(Tagged(pair, Tag(model_id, 0), me().owner, worker))
 
 

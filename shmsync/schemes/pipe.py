@@ -1,15 +1,13 @@
 """One end of a duplex multiprocessing.Pipe, read and written without ever blocking.
 
 Connection.send() blocks while the other side does not read, and Connection.recv() while half a message is there; with a
-peer that was stopped or killed that may never end. The frames here are those of Connection, and no byte beyond a
-message is read: so the other side may be a plain Connection, and so may this side between two messages.
+peer that was stopped or killed that may never end. The frames here are those of Connection, and the trainer's side
+reads no byte beyond a message: so either side may be a plain Connection, between two messages.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
-import pickle
 import select
 import socket
 import stat
@@ -18,19 +16,19 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from os import fstat
 from typing import Any
 
 from ..engine.deadlines import SLICE
 from ..memory.process import poll, refusals
+from .messages import loads
 
 _log = logging.getLogger("shmsync")
 _AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-_GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)
 _SIZE = struct.Struct("!i")
 _LONG = 0x7FFFFFFF  # bytes; a longer message has a header of its own kind
+_MOST = 1 << 18  # bytes in one read; the system holds about as many of a pipe
 
 
 def framed(payload: bytes) -> bytes:
@@ -46,27 +44,17 @@ class _Borrowed(socket.socket):
         self.detach()
 
 
-class _Frame:
-    """A message on its way out. `sent`: how many bytes each write took. `tag`: of weights that newer ones replace."""
-
-    __slots__ = ("content", "sent", "tag")
-
-    def __init__(self, content: bytes, tag: tuple[str, int] | None) -> None:
-        self.content, self.tag = content, tag
-        self.sent: list[int] = []
+_Outgoing = tuple[memoryview, bool, tuple[str, int] | None]  # what is left of a message, has it begun to leave?, tag
 
 
 class Pipe:
     """Whole messages in and out. Made once for a Connection, by of(); holds it weakly, and borrows its socket.
 
-    Bytes are counted by the same C call that moves them (extend over map). Python handles a signal between two calls,
-    so a Ctrl-C loses neither a byte nor the place in the stream.
-
     Attributes:
         pending: messages that are not about weights, oldest first.
         ended: how the other side has ended, as far as it was noticed; "" if it has not.
-        end: what reads it: a Link or an Inbox of schemes.
-        loads: unpickles what comes.
+        end: what reads it: a Link or an Inbox.
+        lock: several models, and so several threads, may share a pipe.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -74,19 +62,18 @@ class Pipe:
         with refusals("looking at a worker's pipe"):
             if not stat.S_ISSOCK(fstat(fd).st_mode):
                 raise ValueError("weights are sent and answered over one pipe: use multiprocessing.Pipe(duplex=True)")
-            borrowed = _Borrowed(fileno=fd)
-            if borrowed.gettimeout() is not None:  # socket.setdefaulttimeout() would change the user's pipe
-                borrowed.settimeout(None)
-            self._send, self._recv_into = borrowed.send, borrowed.recv_into
+            self._socket = _Borrowed(fileno=fd)
+            if self._socket.gettimeout() is not None:  # socket.setdefaulttimeout() would change the user's pipe
+                self._socket.settimeout(None)
         self.fd = fd
         self._connection = weakref.ref(connection)
-        self._outgoing: deque[_Frame] = deque()
-        self._incoming: tuple[bytearray, list[int], bool] = bytearray(4), [], False  # what comes, counts, is it a body?
+        self._outgoing: deque[_Outgoing] = deque()
+        self._incoming = bytearray()
+        self._begin, self._end = 0, 4  # of the message that comes, in it
         self.pending: deque[Any] = deque()
         self.ended = ""
         self.end: Any = None
-        self.loads: Callable[[Any], Any] = pickle.loads
-        self.lock = threading.RLock()  # several models, and so several threads, may share a pipe
+        self.lock = threading.RLock()
 
     @classmethod
     def of(cls, connection: Connection) -> Pipe:
@@ -112,9 +99,11 @@ class Pipe:
         return bool(self.ended) or self.closed
 
     def check_open(self) -> None:
-        """Raise OSError if this end is closed."""
+        """Raise OSError if this end is closed: another file may have its number."""
         if self.closed:
             raise OSError("this end of the pipe is closed")
+
+    # ---- out
 
     @property
     def unsent(self) -> bool:
@@ -131,87 +120,100 @@ class Pipe:
         They take the place of those of the model that have not begun to leave, whose tags are returned.
         """
         with self.lock:
-            self.check_open()
             replaced = []
-            for each in list(self._outgoing):
-                if tag is not None and each.tag is not None and each.tag[0] == tag[0] and not each.sent:
-                    self._outgoing.remove(each)
-                    replaced.append(each.tag)
-            self._outgoing.append(_Frame(frame, tag))
-            self._write()
+            if tag is not None and self._outgoing:
+                for each in list(self._outgoing):
+                    _, has_begun, other = each
+                    if other is not None and other[0] == tag[0] and not has_begun:
+                        self._outgoing.remove(each)
+                        replaced.append(other)
+            self._outgoing.append((memoryview(frame), False, tag))
+            self.flush()
             return replaced
 
     def flush(self) -> None:
         """Write what the pipe takes now. Nothing is left for an other side that is gone: the next read says so."""
-        if self._outgoing:
-            with self.lock:
-                self.check_open()
-                self._write()
-
-    def _write(self) -> None:
-        while self._outgoing:
-            frame = self._outgoing[0]
-            done = sum(frame.sent)
-            rest = memoryview(frame.content)[done:] if done else frame.content
-            try:
-                frame.sent.extend(map(self._send, (rest,), (_AT_ONCE,)))
-            except OSError as error:
-                if error.errno not in _GONE:  # the pipe is full, or the system has no memory for it now
+        with self.lock:
+            self.check_open()
+            while self._outgoing:
+                rest, _, tag = self._outgoing[0]
+                try:
+                    sent = self._socket.send(rest, _AT_ONCE)
+                except ConnectionError:
+                    self._outgoing.clear()
+                except OSError:  # the pipe is full, or the system has no memory for it now
                     return
-                self._outgoing.clear()
-            else:
-                if sum(frame.sent) == len(frame.content):
-                    self._outgoing.popleft()
+                else:
+                    if sent < rest.nbytes:
+                        self._outgoing[0] = rest[sent:], True, tag
+                    else:
+                        self._outgoing.popleft()
+
+    # ---- in
 
     def receive(self) -> tuple[Any] | None:
-        """The next message, in a tuple of one; None while no whole one is there. Raises EOFError at the end.
+        """The next message, in a tuple of one, and no byte beyond it; None while no whole one is there."""
+        while len(self._incoming) < self._end:
+            if self.ended or not self.read():
+                return None
+        return self.next_message()
+
+    def read(self, least: int = 0) -> int:
+        """Read what there is of the message that comes, or up to so many bytes; how many came. Notices the end."""
+        buffer = self._incoming
+        try:
+            data = self._socket.recv(min(max(self._end - len(buffer), least), _MOST), _AT_ONCE)
+        except ConnectionError:
+            data = b""
+        except OSError:  # nothing is there, or the system has no memory for it now
+            return 0
+        buffer += data
+        if not data:
+            self.ended = "the other end of the pipe is closed"
+        elif not self._begin:
+            self._find_bounds()
+        return len(data)
+
+    def next_message(self) -> tuple[Any] | None:
+        """The next of the messages that were read, in a tuple of one; None when no whole one was.
 
         A message that cannot be unpickled here is kept in `pending`.
         """
-        with self.lock:
-            self.check_open()
-            while not self.ended:
-                buffer, counts, is_body = self._incoming
-                done = sum(counts)
-                if done < len(buffer):
-                    rest = memoryview(buffer)[done:] if done else buffer
-                    try:
-                        counts.extend(map(self._recv_into, (rest,), (0,), (_AT_ONCE,)))
-                    except OSError as error:
-                        if error.errno not in _GONE:
-                            return None
-                        counts.append(0)
-                    if counts[-1] == 0:
-                        self.ended = "the other end of the pipe is closed"
-                    if sum(counts) < len(buffer):
-                        continue
-                if is_body:
-                    self._incoming = bytearray(4), [], False
-                    try:
-                        return (self.loads(buffer),)
-                    except Exception as error:
-                        _log.warning("a message of %d bytes cannot be unpickled, and is kept: %s", len(buffer), error)
-                    self.pending.append(bytes(buffer))
-                    continue
-                (size,) = _SIZE.unpack_from(buffer)
-                if size == -1 and len(buffer) == 4:
-                    self._incoming = buffer + bytes(8), counts, False
-                    continue
-                if size == -1:
-                    (size,) = struct.unpack_from("!Q", buffer, 4)
-                if 0 <= size < 1 << 48:
-                    self._incoming = bytearray(size), [], True
-                else:
-                    self.ended = "what came from its other end is no message, so nothing after it can be read"
-            raise EOFError(self.ended)
+        while self._begin and len(self._incoming) >= self._end:
+            payload = memoryview(self._incoming)[self._begin : self._end]
+            self._incoming = self._incoming[self._end :]
+            self._find_bounds()
+            try:
+                return (loads(payload),)
+            except Exception as error:
+                _log.warning("a message of %d bytes cannot be unpickled, and is kept: %s", len(payload), error)
+            self.pending.append(bytes(payload))
+        return None
+
+    def _find_bounds(self) -> None:
+        """Where the message that comes begins and ends; 0 and the end of its header while that is not whole."""
+        buffer = self._incoming
+        self._begin, self._end = 0, 4
+        if len(buffer) < 4:
+            return
+        (size,) = _SIZE.unpack_from(buffer)
+        if size == -1:
+            self._end = 12
+            if len(buffer) < 12:
+                return
+            (size,) = struct.unpack_from("!Q", buffer, 4)
+        if 0 <= size < 1 << 48:
+            self._begin, self._end = self._end, self._end + size
+        else:
+            self.ended = "what came from its other end is no message, so nothing after it can be read"
 
     def wait(self, deadline: float) -> None:
         """Until there is something to read, or for a slice, or until the deadline."""
-        self.check_open()
         poller = select.poll()
         poller.register(self.fd, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
         poll(poller, milliseconds(deadline))
-        self.flush()
+        if self._outgoing:
+            self.flush()
 
     def take_pending(self) -> list[Any]:
         """The messages that are not about weights, oldest first; each is given once."""
@@ -221,5 +223,5 @@ class Pipe:
 
 
 def milliseconds(deadline: float) -> float:
-    """From now to a monotonic time, for poll(); at most 50, so that the caller can look round."""
+    """From now to a monotonic time, for poll(); at most 25, so that the caller can look round."""
     return max(0.0, min(deadline - time.monotonic(), SLICE)) * 1e3

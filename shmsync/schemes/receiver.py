@@ -198,18 +198,12 @@ class PipeReceiver(WeightReceiver):
         if self._transport is None:
             return False
         inbox = self._inbox
-        with inbox.lock:  # from here on no other thread applies weights to this model
-            self._thread = threading.get_ident()
-            if inbox.receivers.get(self._model_id) is not self:
-                inbox.receivers[self._model_id] = self
-        inbox.pipe.flush()  # an answer that the pipe had no room for
-        while not self._has_news and (message := inbox.next(self._serves, deadline)) is not None:
-            errors = [inbox.receivers[message.model_id]._handle(message)]
-            # Then all that is there, before the answers: a sender that is fast enough would keep this call for ever.
-            batch = []
-            while (message := inbox.next(self._serves, 0.0)) is not None:
-                batch.append(message)
-            errors += [inbox.receivers[message.model_id]._handle(message) for message in batch]
+        self._thread = threading.get_ident()
+        if inbox.pipe.unsent:
+            inbox.pipe.flush()  # an answer that the pipe had no room for
+        # All that is there, before the answers: a sender that is fast enough would keep this call for ever.
+        while not self._has_news and (batch := inbox.take(self._serves, deadline)):
+            errors = [inbox.receivers[message.model_id]._handle(message) for message in batch]
             if any(errors):
                 self._resolve_model_ref()  # a receiver without a model raises here too
         news, self._has_news = self._has_news, False
@@ -219,22 +213,19 @@ class PipeReceiver(WeightReceiver):
 
     def _serves(self, message: Message) -> bool:
         """Is it for this model, or for another one that this thread uses?"""
-        receiver = self._inbox.receivers.get(message.model_id)
-        if receiver is None or (receiver is not self and receiver._thread not in (None, self._thread)):
-            return False
-        return bool(receiver._ready())
+        receiver = self if message.model_id == self._model_id else self._inbox.receivers.get(message.model_id)
+        return receiver is not None and (receiver is self or receiver._thread in (None, self._thread))
 
     def _handle(self, message: Message) -> Exception | None:
         """Do what a message says, and answer it; what weights failed with: a registration fails again with them."""
-        word = messages.UPDATED if message.kind == messages.UPDATE else messages.REGISTERED
         try:
             self._use(message)
         except Exception as error:
             _log.warning("%r of %r was refused: %s", message.kind, self._model_id, error)
             self._inbox.pipe.send(messages.failure(message, error))
-            return error if word == messages.UPDATED else None
-        self._has_news = self._has_news or word == messages.UPDATED
-        self._inbox.pipe.send(messages.answer(message, word))
+            return error if message.kind == messages.UPDATE else None
+        self._has_news = self._has_news or message.kind == messages.UPDATE
+        self._inbox.pipe.send(messages.answer(message, messages.ANSWERS[message.kind]))
         return None
 
     @override
@@ -263,12 +254,7 @@ class PipeReceiver(WeightReceiver):
         except Exception as error:
             self._inbox.pipe.send(messages.failure(message, error))
             raise
-        word = messages.UPDATED if message.kind == messages.UPDATE else messages.REGISTERED
-        self._inbox.pipe.send(messages.answer(message, word))
-
-    def _ready(self) -> bool:
-        """Can weights be applied at this moment?"""
-        return True
+        self._inbox.pipe.send(messages.answer(message, messages.ANSWERS[message.kind]))
 
     def _use_news(self) -> None:
         """receive() returns True: `version` is what was applied, in whatever thread."""

@@ -467,19 +467,16 @@ class SharedMemReceiver(PipeReceiver):
         return self._attachment.version if self._attachment else 0
 
     @override
-    def _ready(self) -> bool:
-        """Not inside a read section of this thread: the version could not change there."""
-        return self._attachment is None or not self._attachment.in_section
-
-    @override
     def _use(self, message: Message) -> None:
         content, model_id = message.content, self._model_id
         if message.kind == messages.REGISTER:
             worker = self._worker_idx if message.worker is None else message.worker
             self._inbox.registered[model_id] = content.handle, worker
+            self._attachment = None  # perhaps to another arena
         elif type(content) is not int:
             raise ValueError(f"weights of {model_id!r} came through the pipe; use this scheme on both sides")
-        self._attachment = attached(self._inbox, model_id, self._scheme)
+        if self._attachment is None:
+            self._attachment = attached(self._inbox, model_id, self._scheme)
         if message.kind != messages.REGISTER:
             self._attachment.move_to(content)
         self._attachment.bind(self._resolve_model_ref())
@@ -496,3 +493,4 @@ class SharedMemReceiver(PipeReceiver):
             self._attachment.close()
             if self._inbox.attachments.get(self._model_id) is self._attachment:
                 del self._inbox.attachments[self._model_id]
+            self._attachment = None

@@ -93,8 +93,9 @@ class PipeTransport:
         if self.pipe is None:
             return None
         deadline = deadline_after(timeout, self.timeout)
-        while (message := Inbox.of(self.pipe).next(lambda _: True, deadline)) is not None:
-            self._given = message
+        inbox = Inbox.of(self.pipe)
+        while found := inbox.take(lambda _: True, deadline, 1):
+            self._given = message = found[0]
             try:
                 content = self._content(message)
             except Exception as error:

@@ -74,10 +74,8 @@ def test_the_end_of_the_pipe_is_told_after_the_last_message(pipe):
     theirs.send("last")
     theirs.close()
     pipe_end = Pipe.of(ours)
-    assert pipe_end.receive() == ("last",)
-    with pytest.raises(EOFError):
-        pipe_end.receive()
-    assert pipe_end.ended
+    assert pipe_end.receive() == ("last",) and not pipe_end.ended
+    assert pipe_end.receive() is None and pipe_end.ended
 
 
 def test_only_duplex_pipes_will_do():
