@@ -26,7 +26,7 @@ PAGES = {  # how many commands it has, and what it needs besides. Notebooks and 
     "guides/torchrl": (1, ("torchrl", "gymnasium")),
     "guides/ray": (1, ("ray", "gymnasium")),
     "guides/language-models": (2, ("transformers", "peft")),
-    "guides/training-hangs": (2, ()),
+    "guides/training-hangs": (1, ()),
     "guides/dataloader": (1, ()),
     "guides/leagues": (1, ("gymnasium", "pettingzoo", "pygame")),
     "guides/serving": (1, ("fastapi", "uvicorn")),
