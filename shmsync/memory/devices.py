@@ -9,8 +9,7 @@ for bytes within the slab and from staging memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -19,87 +18,12 @@ from ..errors import ArenaNotFound, ForkedHandle, ShmSyncError
 from .manifest import same_order
 from .torch_modes import copy_into
 
+if TYPE_CHECKING:
+    from .cuda.gpu import Gpu
+
+Device: TypeAlias = "Gpu"  # or what a test has registered in its place
 Piece = tuple[int, int, int]  # to, from: addresses; bytes
 Stream = Any  # hashable; of a class of the device's own
-
-
-class Streams(Protocol):
-    """The streams of one device, as one process uses them. Its errors are DeviceFailed; they may come later."""
-
-    def stream(self) -> Stream:
-        """A new stream."""
-
-    def current(self) -> Stream:
-        """The stream that the calling thread's own work goes to."""
-
-    def as_stream(self, given: object) -> Stream:
-        """A stream, or what one has done when it was recorded (an event), as the users of this device have them.
-
-        Raises TypeError for anything else.
-        """
-
-    def follow(self, later: Stream, first: Stream) -> bool:
-        """Work that `later` gets from now on waits for the work that `first` has now.
-
-        False: `later` is an event, which gets no work.
-        """
-
-    def capturing(self, stream: Stream) -> bool:
-        """Is what this stream is given now only recorded, to be done later, perhaps more than once (a CUDA graph)?"""
-
-    def wait(self, stream: Stream, seconds: float) -> bool:
-        """Wait until the stream's present work is done; False: it is not, after so many seconds. 0: do not wait."""
-
-    def check(self) -> None:
-        """Raise DeviceFailed if the device has failed, so that what it was asked for may never be done."""
-
-
-class Device(Streams, Protocol):
-    """One device, as one process uses it. Its errors are DeviceFailed; they may come with a later call.
-
-    Attributes:
-        kind: the number that the header of a segment has for such a device.
-        name: as users name it and as in an error: "cuda:0".
-        torch_device: where torch says that the tensors over its memory are.
-    """
-
-    kind: int
-    name: str
-    torch_device: torch.device
-
-    def allocate(self, size: int) -> torch.UntypedStorage:
-        """Memory of the device that other processes can open. Raises NoSpace."""
-
-    def export(self, storage: torch.UntypedStorage) -> bytes:
-        """By what another process of this machine opens it; at most HANDLE_BYTES."""
-
-    def open(self, handle: bytes, size: int) -> torch.UntypedStorage:
-        """The memory that another process, which lives, has exported. Raises ArenaNotFound, ArenaCorrupt, NoSpace."""
-
-    def free(self, storage: torch.UntypedStorage) -> None:
-        """Give allocated or opened memory back; its tensors may still live, and then it goes with the last of them."""
-
-    def staging(self, size: int) -> torch.Tensor:
-        """Memory of the host that the device copies from without stopping the calling thread; bytes."""
-
-    def pin(self, storage: torch.UntypedStorage, *, readonly: bool) -> None:
-        """From now on copy() takes this memory of the host too. `readonly`: the process may only read it."""
-
-    def unpin(self, storage: torch.UntypedStorage) -> None:
-        """Take that back, when nothing is under way there. Raises nothing."""
-
-    def copy(self, stream: Stream, pieces: Sequence[Piece]) -> None:
-        """Copy between memory of this device, staging and pinned memory. The sources stay as they are until then."""
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None] | None:
-        """The copies that `work` asks the current stream for, as one call for later, done in the same order.
-
-        Nothing is copied now. None: this device cannot, or refuses.
-        """
-
-    def call(self, stream: Stream, call: _native.HostCall) -> None:
-        """Make this call when the stream's present work is done. It is not made if the device fails before."""
-
 
 _LAST_COPIES = 1.0  # seconds; those of a version that was given up
 _unfinished: list[torch.UntypedStorage] = []  # what a device may still write or read

@@ -8,14 +8,13 @@ native (native/src/reader_table.cpp); Python sees a Row for each subscriber.
 from __future__ import annotations
 
 import errno
-import glob
 import math
 import os
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from .. import _native
@@ -37,7 +36,6 @@ from .segment_file import (
 T = TypeVar("T")
 
 _LOOK_FOR_NAME = 0.001  # seconds between two looks for an arena that does not exist yet
-_CLOSED = 1  # the state of an arena; native/include/shmsync/layout.hpp
 
 
 class Handle(NamedTuple):
@@ -80,15 +78,16 @@ class Created:
     control: _native.Control
     name: str
     follows: int  # the last version of the dead publisher that has this name; 0: of none
-    fds: list[int] = field(default_factory=list)  # of the lock, which no mapping shares; since it has a name, of that
+    lock: int | None  # a descriptor that no mapping shares
 
     def __post_init__(self) -> None:
         close_in_children(self, Created.unlock)
 
     def unlock(self) -> None:
         """Give the lock back. Idempotent."""
-        while self.fds:
-            close(self.fds.pop())
+        if self.lock is not None:
+            close(self.lock)
+            self.lock = None
 
 
 def last_version(name: str) -> int:
@@ -108,10 +107,11 @@ def create(name: str, size: int, *, follows: int, **header: Any) -> Created:
     fd = _with_room_for(lambda: os.open(FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
     try:
         _with_room_for(lambda: os.posix_fallocate(fd, 0, size))  # ftruncate alone would leave a SIGBUS for later
-        created = Created(_native.Control.create(fd=fd, **header), name, follows)
+        control = _native.Control.create(fd=fd, **header)
+        lock = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        created = Created(control, name, follows, lock)
         try:
-            created.fds.append(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
-            hold_for_life(created.fds[0])
+            hold_for_life(lock)
         except BaseException:
             created.unlock()
             raise
@@ -145,13 +145,12 @@ def make_ready(created: Created) -> None:
                 if dead is not None:
                     _replace(created, dead)
                     break
-        created.fds.append(os.open(path_of(name), os.O_RDONLY | os.O_CLOEXEC))  # see _publisher_of_removed()
 
 
 def _named(created: Created, name: str) -> bool:
     """Let this name stand for the segment. False: it stands for another one."""
     try:
-        os.link(f"/proc/self/fd/{created.fds[0]}", path_of(name), src_dir_fd=created.fds[0])  # else it links the link
+        os.link(f"/proc/self/fd/{created.lock}", path_of(name), src_dir_fd=created.lock)  # else it links the link
         return True
     except FileExistsError:
         return False
@@ -169,9 +168,9 @@ def _replace(created: Created, dead: Dead) -> None:
 
 def withdraw(created: Created) -> None:
     """Remove the name if it still stands for this segment, and give the lock back. Idempotent."""
-    if created.fds:
+    if created.lock is not None:
         try:
-            unlink(created.name, os.fstat(created.fds[0]))
+            unlink(created.name, os.fstat(created.lock))
         except OSError as error:
             warnings.warn(
                 f"arena {created.name!r} is closed, but its control segment stays in {FOLDER}: {error}; `shmsync gc` "
@@ -240,31 +239,12 @@ def session_of(name: str) -> bytes | None:
 
 
 def _no_arena(name: str, session: bytes | None, waited: float) -> str:
-    if (pid := _publisher_of_removed(name, session)) is not None:
-        return (
-            f"the segment of arena {name!r} was removed while its publisher (pid {pid}) lives, as cleaners do; "
-            "processes that are attached go on, new ones need a new Publisher. `shmsync doctor` names a usual one"
-        )
     if session is not None:
-        return f"there is no arena {name!r} any more; its publisher was closed or has died, start it again"
+        return (
+            f"there is no arena {name!r} any more: its publisher was closed or has died, or a cleaner has removed the "
+            "segment of one that lives; start it again. `shmsync doctor` names a usual cleaner"
+        )
     return (
         f"there is no arena {name!r}, after waiting {waited:.3g} s for it; start its publisher, check the name, or "
         "give more time with timeout="
     )
-
-
-def _publisher_of_removed(name: str, session: bytes | None) -> int | None:
-    """The pid of a publisher whose segment has lost its name: it alone has the removed file open."""
-    for link in glob.iglob("/proc/[0-9]*/fd/*"):
-        with suppress(OSError, ArenaCorrupt):  # another user's, or gone
-            if os.readlink(link) != f"{path_of(name)} (deleted)":
-                continue
-            fd = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                header = read_header(name, fd)
-                state = _native.read_state(fd, header) if session in (None, header.session) else None
-            finally:
-                close(fd)
-            if state is not None and state["state"] != _CLOSED:  # close() removes the name, too
-                return int(link.split("/")[2])
-    return None

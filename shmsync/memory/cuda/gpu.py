@@ -1,4 +1,4 @@
-"""One GPU as an arena uses it: see Device in shmsync/memory/devices.py for what each call has to do.
+"""One GPU as arenas use it: its memory, and streams that do later what they are asked for.
 
 INV: whatever is called here is called with this GPU as the thread's current one, and so that no capture of a CUDA graph
      by another thread is spoilt.
@@ -105,12 +105,17 @@ def uuid_of(calls: CudaCalls, index: int) -> bytes:
 
 
 class Gpu:
-    """One GPU, as this process uses it.
+    """One GPU, as this process uses it. Its errors are DeviceFailed; they may come with a later call.
 
     Args:
         index: its number in this process, as torch counts.
         calls: CUDA.
         side: torch.
+
+    Attributes:
+        kind: the number that the header of a segment has for such a device.
+        name: as users name it and as in an error: "cuda:0".
+        torch_device: where torch says that the tensors over its memory are.
     """
 
     kind: int = _native.SLAB_CUDA
@@ -129,7 +134,10 @@ class Gpu:
     # Memory.
 
     def allocate(self, size: int) -> torch.UntypedStorage:
-        """As in Device. The memory is CUDA's, and never of torch's allocator: a handle shares a whole allocation."""
+        """Memory of the GPU that other processes can open. Raises NoSpace.
+
+        It is CUDA's, and never of torch's allocator: a handle shares a whole allocation.
+        """
         whole = -(-size // WHOLE_BLOCKS) * WHOLE_BLOCKS
         doing = f"allocating {whole:,} bytes"
         with self._here():
@@ -146,7 +154,7 @@ class Gpu:
             return self._storage(self._blocks.add(block))
 
     def export(self, storage: torch.UntypedStorage) -> bytes:
-        """As in Device."""
+        """By what another process of this machine opens it; at most HANDLE_BYTES."""
         address = storage.data_ptr()
         block = self._blocks.at(address)
         if block is None:
@@ -157,7 +165,10 @@ class Gpu:
         return SlabHandle(block.size, self._uuid, memory).packed()
 
     def open(self, handle: bytes, size: int) -> torch.UntypedStorage:
-        """As in Device. The same memory is mapped once in a process, however often it is opened."""
+        """The memory that another process, which lives, has exported. Raises ArenaNotFound, ArenaCorrupt, NoSpace.
+
+        The same memory is mapped once in a process, however often it is opened.
+        """
         given = unpacked(handle)
         if given.size != size:
             raise ArenaCorrupt(f"the memory of the publisher has {given.size:,} bytes, but its arena needs {size:,}")
@@ -165,10 +176,10 @@ class Gpu:
             return self._storage(self._blocks.opened(given.memory, size, lambda: self._map(given.memory)))
 
     def free(self, storage: torch.UntypedStorage) -> None:
-        """As in Device: a block goes with the last tensor over it, so there is nothing to do but to let go of them."""
+        """Give allocated or opened memory back: nothing to do, for a block goes with the last tensor over it."""
 
     def staging(self, size: int) -> torch.Tensor:
-        """As in Device: memory whose pages stay where they are, so that the device copies from it without the CPU."""
+        """Bytes of the host's memory whose pages stay where they are: copies from there do not stop the thread."""
         cure = "publish weights that are on the GPU, or use a smaller dtype="
         refuse_too_large(size, f"copies from the host to {self.name}", cure)
         if size == 0:
@@ -182,20 +193,20 @@ class Gpu:
             return torch.frombuffer(memory, dtype=torch.uint8)
 
     def pin(self, storage: torch.UntypedStorage, *, readonly: bool) -> None:
-        """As in Device."""
+        """From now on copy() takes this memory of the host too. `readonly`: the process may only read it."""
         size, flags = storage.nbytes(), HOST_PORTABLE | (HOST_READ_ONLY if readonly else 0)
         with self._here():
             self._call(f"registering {size:,} bytes of the host's memory", "cudaHostRegister", storage.data_ptr(), size,
                        flags, needed=size)  # fmt: skip
 
     def unpin(self, storage: torch.UntypedStorage) -> None:
-        """As in Device."""
+        """Take that back, when nothing is under way there. Raises nothing."""
         self._give_back(lambda: self._calls.cudaHostUnregister(storage.data_ptr()))
 
     # Streams.
 
     def stream(self) -> GpuStream:
-        """As in Device."""
+        """A new stream."""
         with self._here():
             handle: int = self._call("making a stream", "cudaStreamCreateWithFlags", STREAM_NON_BLOCKING)
         stream = GpuStream(handle, self._index)
@@ -203,23 +214,29 @@ class Gpu:
         return stream
 
     def current(self) -> GpuStream:
-        """As in Device."""
+        """The stream that the calling thread's own work goes to."""
         self._check_process()
         return GpuStream(self._side.current(self._index), self._index)
 
     def as_stream(self, given: object) -> GpuStream | GpuEvent:
-        """As in Device. Streams of other GPUs may be given, too."""
+        """A user's stream, of this GPU or another one, or what one has done when it was recorded (an event).
+
+        Raises TypeError for anything else.
+        """
         return stream_or_event(given, self._index)
 
     def capturing(self, stream: GpuStream | GpuEvent) -> bool:
-        """As in Device."""
+        """Is what this stream is given now only recorded, to be done later, perhaps more than once (a CUDA graph)?"""
         if isinstance(stream, GpuEvent):
             return False
         with self._here(stream.index):
             return self._captured(stream)
 
     def follow(self, later: GpuStream | GpuEvent, first: GpuStream | GpuEvent) -> bool:
-        """As in Device."""
+        """Work that `later` gets from now on waits for the work that `first` has now.
+
+        False: `later` is an event, which gets no work.
+        """
         if isinstance(later, GpuEvent):
             return False
         if later == first:
@@ -239,13 +256,17 @@ class Gpu:
         return True
 
     def copy(self, stream: GpuStream, pieces: Sequence[tuple[int, int, int]]) -> None:
-        """As in Device."""
+        """Copy between memory of this GPU, staging and pinned memory. The sources stay as they are until then."""
         with self._here():
             for to, source, size in pieces:
                 self._call(f"copying {size:,} bytes", "cudaMemcpyAsync", to, source, size, stream.handle)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None] | None:
-        """As in Device: a CUDA graph, captured on a stream of its own. torch launches it with one call."""
+        """The copies that `work` asks the current stream for, as one call for later, done in the same order.
+
+        Nothing is copied now. None: CUDA refuses. It is a CUDA graph, captured on a stream of its own; torch launches
+        it.
+        """
         if self._recording is None:
             self._recording = self.stream()
         try:
@@ -258,12 +279,18 @@ class Gpu:
             return None
 
     def call(self, stream: GpuStream, call: _native.HostCall) -> None:
-        """As in Device. When CUDA refuses, the call may or may not be made: its ticket is left to it."""
+        """Make this call when the stream's present work is done. It is not made if the GPU fails before.
+
+        When CUDA refuses, the call may or may not be made: its ticket is left to it.
+        """
         with self._here():
             self._call("asking for a call", "cuLaunchHostFunc", stream.handle, type(call).function, call.ticket())
 
     def wait(self, stream: GpuStream, seconds: float) -> bool:
-        """As in Device. CUDA's own waits know no deadline, so this looks at an event again and again."""
+        """Wait until the stream's present work is done; False: it is not, after so many seconds. 0: do not wait.
+
+        CUDA's own waits know no deadline, so this looks at an event again and again.
+        """
         if seconds <= 0:  # a newly recorded event would rarely be done yet
             with self._here(stream.index):
                 answer = self._calls.cudaStreamQuery(stream.handle)
@@ -291,7 +318,10 @@ class Gpu:
             self._keep(event, stream.index)
 
     def check(self) -> None:
-        """As in Device: an error that came late is what every later call to CUDA answers."""
+        """Raise DeviceFailed if the GPU has failed, so that what it was asked for may never be done.
+
+        An error that came late is what every later call to CUDA answers.
+        """
         if self._probe is None:
             self._probe = self.stream()
         with self._here():

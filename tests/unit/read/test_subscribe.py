@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 
 import pytest
@@ -58,13 +57,10 @@ def test_a_segment_that_a_cleaner_has_removed(publisher, subscriber):
     pub = publisher({"t": torch.ones(1)})
     sub = subscriber(pub)
     segment_path(pub.name).unlink()
-    for place in (pub.handle, pub.name):
-        with pytest.raises(shmsync.ArenaNotFound, match=rf"removed while its publisher \(pid {os.getpid()}\) lives"):
-            shmsync.Subscriber(place, timeout=0.1)
+    with pytest.raises(shmsync.ArenaNotFound, match="a cleaner has removed"):
+        shmsync.Subscriber(pub.handle)
     assert sub.wait_version(pub.publish({"t": torch.zeros(1)})) == 2
     pub.close()
-    with pytest.raises(shmsync.ArenaNotFound, match="there is no arena"):
-        shmsync.Subscriber(pub.handle, timeout=0.1)
 
 
 def test_handles_are_not_pickled_by_mistake(pair):
