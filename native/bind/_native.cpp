@@ -14,7 +14,7 @@ void bind_cover(nb::module_&);
 void bind_device(nb::module_&);
 void bind_memory(nb::module_&);
 void bind_modes(nb::module_&);
-void bind_buffer_copies(nb::module_&);
+void bind_follower(nb::module_&);
 void bind_observe(nb::module_&);
 void bind_sources(nb::module_&);
 void bind_source_plan(nb::module_&);
@@ -37,7 +37,7 @@ NB_MODULE(_native, m) {
 #endif
   shmsync::bind::bind_memory(m);
   shmsync::bind::bind_modes(m);
-  shmsync::bind::bind_buffer_copies(m);
+  shmsync::bind::bind_follower(m);
   shmsync::bind::bind_observe(m);
   shmsync::bind::bind_sources(m);
   shmsync::bind::bind_source_plan(m);

@@ -249,6 +249,9 @@ void bind_reader(nb::module_& m) {
               "def move_to_arena(self, control: Control, row: int, me: int, reads: DeviceReads | None = None) -> None"))
       .def_rw("follows", &Reader::follows, "Does it look for a publisher that was started again?")
       .def_rw("publisher_lost", &Reader::publisher_lost, "It follows, and its publisher is gone.")
+      .def_rw("moves_natively", &Reader::moves_natively, "May a move to a new version be all native?")
+      .def_rw("shown_slot", &Reader::shown_slot, "That of `weights`.")
+      .def_rw("moves", &Reader::moves, "To new versions, so far.")
       .def(
           "try_enter",
           [](Reader& r, bool pinned) { return pinned ? r.side->try_enter(Consistency::pinned) : r.side->try_enter(); },

@@ -1,9 +1,9 @@
 // ReadSide for Python: the lock around sections, and nesting.
 //
-// The common path (nothing new, the gate is open) runs here. All else goes to Python, through hooks of the subclass:
-// _enter_slowly(outcome, version, timeout), _refresh_now(), _look_for_successor() for one that follows, and
-// _reads_end() at the end of a section that a device works for. read() hands a timeout that is no float, or is none, to
-// _checked_timeout().
+// The common paths run here: the gate is open, and there is nothing new, or a version that bound modules can be moved
+// to natively (follower.hpp). All else goes to Python, through hooks of the subclass: _enter_slowly(outcome, version,
+// timeout), _refresh_now(), _look_for_successor() for one that follows, and _reads_end() at the end of a section that a
+// device works for. read() hands a timeout that is no float, or is none, to _checked_timeout().
 //
 // INV: when a hook raises, or a signal interrupts it anywhere, a pin that became no section is dropped and the lock is
 //      given back. So taking and giving back are both C++: Python can be interrupted between any two lines.
@@ -19,6 +19,7 @@
 #include "compiling.hpp"
 #include "control.hpp"
 #include "device.hpp"
+#include "follower.hpp"
 #include "gil.hpp"
 #include "section_lock.hpp"
 #include "thread_versions.hpp"
@@ -90,7 +91,8 @@ class Reader {
         if (outcome != Enter::same) {
           const Entering mark(entering);
           tell_dynamo();
-          call_method(self, "_enter_slowly", nb::cast(outcome), version, timeout);
+          if (outcome != Enter::moved || !move(self))
+            call_method(self, "_enter_slowly", nb::cast(outcome), version, timeout);
         }
       }
       thread_versions.use(version_of(side->held()));
@@ -147,7 +149,7 @@ class Reader {
     try {
       const Entering mark(entering);
       tell_dynamo();
-      const bool moved = call_method(self, "_refresh_now").is(Py_True);
+      const bool moved = refreshed(self);
       thread_versions.use(thread_versions.applied());
       unlock(self);
       return moved;
@@ -220,6 +222,39 @@ class Reader {
   bool in_parent() const { return generation_ != fork_generation(); }
 
  private:
+  bool refreshed(nb::handle self) {
+    if (moves_natively && !follows) {
+      const Enter outcome = side->try_enter();
+      if (outcome == Enter::same || (outcome == Enter::moved && move(self))) {
+        side->leave();
+        return outcome == Enter::moved;
+      }
+      if (outcome == Enter::moved) side->leave();
+    }
+    return call_method(self, "_refresh_now").is(Py_True);
+  }
+
+  // Moves all followers to the held version, and acks it. False: Python has to do it, from the start.
+  bool move(nb::handle self) {
+    if (!moves_natively) return false;
+    const nb::object followers = nb::getattr(self, interned("followers"));
+    const std::uint32_t slot = slot_of(side->held());
+    const Py_ssize_t count = PyList_Size(followers.ptr());
+    for (Py_ssize_t i = 0; i < count; ++i)
+      if (!nb::inst_ptr<Follower>(followers[i])->is_ready(slot)) return false;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      Follower& each = *nb::inst_ptr<Follower>(followers[i]);
+      each.put_back();
+      each.show(slot);
+      if (!each.renew(slot)) return false;
+    }
+    if (count > 0) clear_caches();
+    shown_slot = slot;
+    ++moves;
+    applied();
+    return true;
+  }
+
   // Holds the lock when it returns: no Python code runs after the lock was taken.
   void wait_for_lock(double seconds) {
     if (!mutex.wait(seconds)) raise_busy();
@@ -309,6 +344,10 @@ class Reader {
   bool publisher_lost = false;  // follows, and its publisher is gone
   bool entering = false;        // a hook is at work
   bool closed = false;
+  // In the host's memory, with pins, no function of on_version(), and after the first move in this arena.
+  bool moves_natively = false;
+  std::uint32_t shown_slot = 0;  // of `weights`
+  std::uint64_t moves = 0;
 };
 
 }  // namespace shmsync::bind

@@ -117,10 +117,7 @@ unsigned copying_threads(std::uint64_t bytes) {
   return nb::cast<unsigned>(get_num_threads());
 }
 
-namespace {
-
-// tensor.data = view for each pair, by the attribute's own setter: a loop in Python costs half as much again.
-void set_data(nb::list tensors, nb::list views) {
+void set_data(const nb::list& tensors, const nb::list& views) {
   static const nb::handle attribute =
       nb::object(nb::module_::import_("torch").attr("_C").attr("TensorBase").attr("data")).release();
   static const auto set = reinterpret_cast<descrsetfunc>(PyType_GetSlot(Py_TYPE(attribute.ptr()), Py_tp_descr_set));
@@ -128,8 +125,6 @@ void set_data(nb::list tensors, nb::list views) {
   for (std::size_t i = 0; i < count; ++i)
     if (set(attribute.ptr(), nb::handle(tensors[i]).ptr(), nb::handle(views[i]).ptr()) != 0) throw nb::python_error();
 }
-
-}  // namespace
 
 void bind_sources(nb::module_& m) {
   m.def("set_data", &set_data, "tensors"_a, "views"_a, nb::sig("def set_data(tensors: list, views: list) -> None"),

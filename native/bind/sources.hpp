@@ -2,7 +2,7 @@
 //
 // describe() reads address, dtype and shape from torch's exchange table in 50 ns. is_lazy() and holds() ask the tensor
 // for what that table does not show. SourcePlan (source_plan.cpp) finds the tensors of a published source again by
-// these; BufferCopies (buffer_copies.cpp) renews a module's buffers.
+// these; Follower (follower.cpp) moves a bound module's.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -74,6 +74,9 @@ bool is_lazy(nanobind::handle tensor, std::uint8_t code);
 // Has its storage these bytes? DLPack shows an address, and not how much memory is there: resize_(0) on a storage, as
 // FSDP does it, takes it away; a wrapper that `p.data = x` has put into a parameter never had any.
 bool holds(nanobind::handle tensor, const std::byte* address, std::size_t bytes);
+
+// tensor.data = view for each pair, by the attribute's own setter: a loop in Python costs half as much again.
+void set_data(const nanobind::list& tensors, const nanobind::list& views);
 
 // How many threads may copy so many bytes: as many as torch uses, asked only where several would pay. Needs the GIL.
 unsigned copying_threads(std::uint64_t bytes);

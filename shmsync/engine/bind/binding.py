@@ -16,7 +16,6 @@ from dataclasses import KW_ONLY, dataclass, field
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils import parametrize
 
 from ... import _native
 from ...errors import ManifestMismatch, ProtocolError
@@ -44,7 +43,7 @@ from ..source.wrappers import modules_in, of_wrappers, respelled, unwrapped
 _made: weakref.WeakSet[Binding] = weakref.WeakSet()
 
 
-class Binding:
+class Binding(_native.Follower):
     """The tensors of one bound module, and the views they take in each slot.
 
     It serves as long as any submodule lives that owns one of the tensors, even if the module passed to bind() is gone.
@@ -77,33 +76,23 @@ class Binding:
             self.buffers = [tensor for _, tensor in self.copied]  # private copies: forward passes write them
             for leaf, tensor in self.copied:
                 make_private(tensor, by_key[leaf].strides)
-            stores = {
-                id(tensor): (each._buffers, name)
-                for each in modules
-                for name, tensor in each._buffers.items()
-                if tensor is not None and type(each._buffers) is dict
-            }
-            self._buffers = _native.BufferCopies(
-                [(*stores.get(id(tensor), (None, "")), tensor, by_key[leaf].offset) for leaf, tensor in self.copied]
-            )
-            self._counted = [tensor for tensor in self.buffers if counts_changes(tensor)]
-        self._crossing: Crossing | None = None
-        self._sets: dict[int, tuple[list[torch.Tensor], int]] = {}  # by slot; with the address of the first
-        self._address = 0  # of the first view that the parameters show; 0: they have private memory
-        self._slot: int | None = None  # that the parameters show
+            counted = [tensor for tensor in self.buffers if counts_changes(tensor)]
+        stores = {
+            id(tensor): (each._buffers, name)
+            for each in modules
+            for name, tensor in each._buffers.items()
+            if tensor is not None and type(each._buffers) is dict
+        }
+        copies = [(*stores.get(id(tensor), (None, "")), tensor, by_key[leaf].offset) for leaf, tensor in self.copied]
         # Where a module holds the first parameter: a conversion to another device puts others there.
         first = self._viewed[0] if viewed else None
-        self._store, self._name_there = next(
-            (
-                (each._parameters, name)
-                for each in modules
-                for name, tensor in each._parameters.items()
-                if tensor is first is not None
-            ),
-            ({}, ""),
-        )
-        copies = [tensor for each in path.followers for tensor in each.buffers] + self.buffers
-        placed = [tensor for tensor in copies if has_address(tensor) and tensor.numel()]
+        held = ((each._parameters, name, own) for each in modules for name, own in each._parameters.items())
+        store, name = next(((store, name) for store, name, own in held if own is first is not None), ({}, ""))
+        super().__init__(self._root, self._viewed, store, name, copies, counted)
+        self._crossing: Crossing | None = None
+        self._counts_all = len(counted) == len(self.copied)
+        buffers = [tensor for each in path.followers for tensor in each.buffers] + self.buffers
+        placed = [tensor for tensor in buffers if has_address(tensor) and tensor.numel()]
         path.set_copies([(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in placed])
         devices = {tensor.device: tensor for tensor in self.buffers if tensor.device.type not in ("cpu", "meta")}
         self._devices = [(holding(tensor), device) for device, tensor in devices.items()]
@@ -123,8 +112,8 @@ class Binding:
 
     def rebase(self, arena: Arena) -> None:
         """From the next move() on, show this arena, which has the same leaves."""
-        self._arena, self._slot = arena, None
-        self._sets.clear()
+        self._arena = arena
+        self.forget()
 
     def prepare(self) -> None:
         """Put buffers back that were replaced, before anything moves.
@@ -139,9 +128,8 @@ class Binding:
                         "a graph is being captured, and the module has buffers or other private copies that a newer "
                         "version has to be copied into; nothing was changed, begin the capture inside a read section"
                     )
-            self._buffers.put_back()
-        first = self._viewed[0] if self._address else None
-        if first is not None and (first.data_ptr() != self._address or self._store.get(self._name_there) is not first):
+            self.put_back()
+        if not self.in_place():
             raise ProtocolError(
                 "the parameters of a bound module were given other memory, as by half(), to() or `param.data =`, so "
                 f"they do not show arena {self._name!r} any more; convert the module before bind(), or bind it again"
@@ -151,19 +139,15 @@ class Binding:
         """Let the tensors show this slot; False when every owner is gone. Call it inside a section."""
         if self._root() is None and not self.owners():
             return False
-        if slot != self._slot:  # with one slot they show it already
-            known = self._sets.get(slot)
-            if known is None:
-                made = self._arena.views(slot)
-                views = [made[key] for key in self._viewed_keys]
-                known = self._sets[slot] = views, views[0].data_ptr() if views else 0
-            with plainly() if modes_are_on() else nullcontext():
-                _native.set_data(self._viewed, known[0])  # 0.1 to 0.2 µs a tensor
-            self._slot, self._address = slot, known[1]
+        if not self.knows(slot):
+            made, on_host = self._arena.views(slot), self._arena.on_device is None
+            address = self._arena.readonly_address(slot) if on_host else 0
+            self.learn(slot, [made[key] for key in self._viewed_keys], address)
+        with plainly() if modes_are_on() else nullcontext():
+            self.show(slot)  # 0.1 to 0.2 µs a tensor
         if self.copied or self._empty:
             self._renew_copies(slot)
-        torch.clear_autocast_cache()  # what was computed from the version before
-        parametrize._cache.clear()
+        self.simple = not (self._devices or self._empty) and self._arena.on_device is None
         return True
 
     def _renew_copies(self, slot: int) -> None:
@@ -171,11 +155,7 @@ class Binding:
 
         And after, since the section may end, and the next one begin, on another stream than the current one.
         """
-        if self._arena.on_device is None and self._buffers.renew(self._arena.readonly_address(slot)):
-            torch.autograd.graph.increment_version(self._counted)  # as copy_() does, for autograd's checks
-            copies = []
-        else:
-            copies = self.copied
+        copies = [] if self._arena.on_device is None and self.renew(slot) else self.copied
         if copies or self._empty:
             made = self._arena.views(slot)
             self._synchronize()
@@ -192,7 +172,7 @@ class Binding:
 
     def _crossing_of(self, copies: list[tuple[Key, torch.Tensor]]) -> Crossing | None:
         """How the device of all these copies fetches them from the host's memory by itself; None: it does not."""
-        if self._arena.on_device is not None or len(self._devices) != 1 or len(self._counted) != len(copies):
+        if self._arena.on_device is not None or len(self._devices) != 1 or not self._counts_all:
             return None
         (device, place), by_key = self._devices[0], self._arena.manifest.by_key
         if device is None or any(tensor.device != place for _, tensor in copies) or self._arena.pin(device) is None:
@@ -213,7 +193,7 @@ class Binding:
         for tensor in self._viewed:
             if (mine is None or id(tensor) in mine) and self._arena.overlaps(tensor):
                 make_private(tensor)
-        self._slot, self._address = None, 0
+        self.hide()
 
     def follow(self, on: bool) -> None:
         """Move with each version, or not any more."""

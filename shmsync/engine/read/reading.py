@@ -86,8 +86,6 @@ class ReadPath(_native.Reader):
         self.optimistic = consistency is Consistency.OPTIMISTIC
         self.timeout = timeout  # default of waits, in seconds
         self._shown = attached.arena  # the arena of `weights`: until a successor's are applied, the old one's
-        self._slot = 0
-        self._moves = 0
         # The functions of on_version(), and the session and the version that each was called for.
         self._told: dict[Callable[[int], object], tuple[bytes, int] | None] = {}
         self._teller: int | None = None  # the thread that calls them now
@@ -197,6 +195,7 @@ class ReadPath(_native.Reader):
         if attached is None:
             return False
         self._release.add(attached)
+        self.moves_natively = False
         self.move_to_arena(attached.arena.control, attached.row, attached.owner, _reads(attached))
         self.set_slab(*attached.arena.readonly_range())
         self.arena.reader, attached.arena.reader = None, self.arena.reader
@@ -213,13 +212,13 @@ class ReadPath(_native.Reader):
     def weights(self) -> TensorDictBase:
         """As Subscriber.weights."""
         self.check_open()
-        return self._shown.weights(self._slot)
+        return self._shown.weights(self.shown_slot)
 
     def stats(self) -> SubscriberStats:
         """As Subscriber.stats()."""
         applied, latest = self.applied_version, self.latest
         return SubscriberStats(
-            applied, latest, max(0, latest - applied), *self.section_counts, self._moves, self._waits.latency(),
+            applied, latest, max(0, latest - applied), *self.section_counts, self.moves, self._waits.latency(),
             self._restarts,
         )  # fmt: skip
 
@@ -256,6 +255,7 @@ class ReadPath(_native.Reader):
         self.check_open()
         with self.hold_lock():
             self._told[fn] = None
+            self.moves_natively = False
             if not self.has_used_version:
                 self.forget_applied()  # attaching has applied it, and its first section is still to come
 
@@ -375,6 +375,7 @@ class ReadPath(_native.Reader):
     def _move(self) -> None:
         """Move all followers to the held version, then ack it."""
         slot, arena, followers = self.held_slot, self.arena, self.followers
+        self.moves_natively = False
         other_arena = self._shown is not arena
         if other_arena:
             for follower in followers:
@@ -387,8 +388,11 @@ class ReadPath(_native.Reader):
                 gone = follower
         if gone is not None:
             followers.remove(gone)  # its module is gone; of several, the next version removes another one
-        self._slot, self._shown = slot, arena
-        self._moves += 1
+        if followers:
+            _native.clear_caches()
+        self.shown_slot, self._shown = slot, arena
+        self.moves += 1
+        self.moves_natively = not (self._told or self.optimistic or arena.on_device)
         try:
             if self._told:
                 self._tell()
@@ -410,7 +414,7 @@ class ReadPath(_native.Reader):
     def _refresh_now(self) -> bool:
         if self._successor is not None:
             self._move_to_successor()
-        before = self._moves
+        before = self.moves
         outcome = self.try_enter(bool(self._told))
         if outcome is _MOVED:
             self._move()
@@ -419,7 +423,7 @@ class ReadPath(_native.Reader):
         while self.leave_held() and self.optimistic:  # torn while buffers were copied
             self.forget_applied()
             self._enter_slowly(Enter.GATED, None, Pinned(self.timeout))
-        return self._moves != before
+        return self.moves != before
 
     def _look_for_successor(self) -> None:
         """At the entry of a section now and then: move on if the publisher was started again."""
