@@ -32,10 +32,7 @@ class RPCWeightSyncScheme(RemoteScheme):
     @override
     def create_transport(self, pipe_or_context: Any = None) -> RPCTransport:
         """The transport to a worker, given as (info, rref, class)."""
-        triple = pipe_or_context if isinstance(pipe_or_context, tuple) else (pipe_or_context,)
-        if len(triple) not in (1, 3):
-            raise ValueError(f"an RPC worker is given as (info, rref, class), not as {len(triple)} things")
-        return RPCTransport(*triple, timeout=self.timeout)
+        return RPCTransport(*(pipe_or_context or ()), timeout=self.timeout)
 
     @override
     def workers(self, arguments: Arguments) -> list[tuple[Any, Any, Any]]:
@@ -98,7 +95,7 @@ class RPCTransport(RemoteTransport):
         return future
 
     @override
-    def answer(self, request: Any) -> Any:
+    def result(self, request: Any) -> Any:
         try:
             answer = request.wait()
         except RuntimeError as error:  # the agent's own
