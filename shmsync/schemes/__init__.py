@@ -19,30 +19,21 @@ if _TYPE_CHECKING:
     from .shared_memory import SharedMemTransport, SharedMemWeightSyncScheme
     from .strategy import WeightStrategy
 
-_HOMES = {
-    "DistributedTransport": ".remote.distributed",
-    "DistributedWeightSyncScheme": ".remote.distributed",
-    "MPTransport": ".multiprocess",
-    "MultiProcessWeightSyncScheme": ".multiprocess",
-    "NoWeightSyncScheme": ".none",
-    "RPCTransport": ".remote.rpc",
-    "RPCWeightSyncScheme": ".remote.rpc",
-    "RayActorTransport": ".remote.ray",
-    "RayModuleTransformReceiver": ".remote.ray",
-    "RayModuleTransformScheme": ".remote.ray",
-    "RayModuleTransformSender": ".remote.ray",
-    "RayTransport": ".remote.ray",
-    "RayWeightSyncScheme": ".remote.ray",
-    "RayWeightUpdater": ".remote.updater",
-    "SharedMemTransport": ".shared_memory",
-    "SharedMemWeightSyncScheme": ".shared_memory",
-    "TransportBackend": ".api",
-    "WeightReceiver": ".receiver",
-    "WeightSender": ".sender",
-    "WeightStrategy": ".strategy",
-    "WeightSyncScheme": ".api",
-    "WeightUpdaterBase": ".remote.updater",
+_NAMES = {
+    ".api": "TransportBackend WeightSyncScheme",
+    ".multiprocess": "MPTransport MultiProcessWeightSyncScheme",
+    ".none": "NoWeightSyncScheme",
+    ".receiver": "WeightReceiver",
+    ".remote.distributed": "DistributedTransport DistributedWeightSyncScheme",
+    ".remote.ray": "RayActorTransport RayModuleTransformReceiver RayModuleTransformScheme RayModuleTransformSender "
+    "RayTransport RayWeightSyncScheme",
+    ".remote.rpc": "RPCTransport RPCWeightSyncScheme",
+    ".remote.updater": "RayWeightUpdater WeightUpdaterBase",
+    ".sender": "WeightSender",
+    ".shared_memory": "SharedMemTransport SharedMemWeightSyncScheme",
+    ".strategy": "WeightStrategy",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "DistributedTransport",

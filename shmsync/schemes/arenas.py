@@ -91,6 +91,9 @@ class ModelArenas:
         options: of the arenas.
         given: a Publisher of the user's own, which is the arena of all workers.
         registered: a TensorDict of the user's own: the first version, and it shows each later one.
+
+    Attributes:
+        in_use: has a worker applied a version?
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class ModelArenas:
         self._options = options
         self._given = given
         self.registered = registered
+        self.in_use = False
         self.by_group: dict[int, Publisher] = {} if given is None else {ALL: given}
         # Leaves that weights may lack: buffers that are never saved.
         self._optional: set[Key] = set() if given is None else _never_saved(given)
@@ -237,6 +241,13 @@ class ModelArenas:
                 stacklevel=5,
             )
         return outside
+
+    def give_up(self) -> bool:
+        """Drop arenas whose weights fit no worker, so that others can be sent; False for what the user registered."""
+        if self._given is not None or self.registered is not None:
+            return False
+        self.close()
+        return True
 
     def close(self) -> None:
         """End every arena that was made here. Idempotent. Raises WriterBusy for one that another thread writes."""

@@ -256,9 +256,12 @@ class Inbox:
             if readable:
                 with pipe.lock:
                     self._read()
-                    found = [message for message in self._messages if wanted(message)][:most]
+                    found: list[Message] = []
+                    left: list[Message] = []
+                    for message in self._messages:
+                        (found if len(found) != most and wanted(message) else left).append(message)
                     if found:
-                        self._messages = [each for each in self._messages if all(each is not one for one in found)]
+                        self._messages = left
                         return found
                     if pipe.ended:
                         raise WriterDied(f"{pipe.ended}: the sender is gone, so no weights will come; leave the loop")

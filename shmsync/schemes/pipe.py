@@ -209,7 +209,7 @@ class Pipe:
 
     def wait(self, deadline: float) -> None:
         """Until there is something to read, or for a slice, or until the deadline."""
-        poller = select.poll()
+        poller = select.poll()  # one for each thread
         poller.register(self.fd, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
         poll(poller, milliseconds(deadline))
         if self._outgoing:

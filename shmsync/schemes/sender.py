@@ -420,7 +420,7 @@ class PipeSender(WeightSender):
 
     @override
     def _gather(self, posted: Posted, deadline: float) -> None:
-        outcome = gather(posted.workers, posted.tags, deadline)
+        outcome = posted.outcome = gather(posted.workers, posted.tags, deadline)
         for index in outcome.dead:
             posted.workers[index].reported = True
         for index in outcome.failed:  # it may have missed where its arena is

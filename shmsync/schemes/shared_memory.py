@@ -364,6 +364,16 @@ class SharedMemSender(PipeSender):
             link.post(frame, tags[index])
         return Posted(self.version, links, tags)
 
+    @override
+    def _gather(self, posted: Posted, deadline: float) -> None:
+        try:
+            super()._gather(posted, deadline)
+        finally:
+            outcome, arenas = posted.outcome, self.arenas
+            arenas.in_use = arenas.in_use or bool(outcome.done)
+            if outcome.failed and not (arenas.in_use or outcome.late) and arenas.give_up():
+                self._scheme.policy_weights.pop(self._model_id, None)
+
     def _tell(self, index: int, link: Link, handle: Handle) -> None:
         """Tell a worker where the arena is."""
         link.post(framed(messages.registration(self._model_id, handle, index)), Tag(self._model_id, 0))

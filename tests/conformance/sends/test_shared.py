@@ -116,6 +116,16 @@ def test_plain_shared_tensordict_is_written_without_any_worker():
     transport.close()
 
 
+def test_first_weights_that_fit_no_worker_leave_room_for_others(fleet):
+    sender = fleet.open()
+    with pytest.raises(ManifestMismatch, match=r"layer\.weight"):
+        sender.send(Stamped(1, width=9))
+    assert arenas() == [] and sender._scheme.policy_weights == {} and fleet.stamps() == [0] * 3
+    sender.send(Stamped(2))
+    assert fleet.stamps() == [2] * 3
+    assert len(arenas()) == 1
+
+
 # ---- groups
 
 
