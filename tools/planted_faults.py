@@ -116,7 +116,7 @@ FAULTS = [
     Fault("shmsync/schemes/remote/rpc.py", "if len(infos) != len(rrefs):", "if False:",
           "remote/test_sends.py"),
     # collectors, integrations, cli
-    Fault("shmsync/collectors/pool.py", "if lag <= self._options.max_lag:", "if True:",
+    Fault("shmsync/collectors/collector.py", "if lag <= self._max_lag:", "if True:",
           "collectors/test_weights.py"),
     Fault("shmsync/collectors/rollout.py", "self._returns[i] = 0.0", "pass", "collectors/frames/test_frames.py"),
     Fault("shmsync/integrations/torchrl/sender.py", "if not members <= living or any(", "if False and any(",
