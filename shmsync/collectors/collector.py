@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import multiprocessing
+import os
 import secrets
+import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from multiprocessing import util
-from typing import Any, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 import cloudpickle
 import torch
@@ -15,16 +21,23 @@ from tensordict import TensorDict
 from torch import nn
 
 from ..engine.deadlines import names_nearest, timeout_or_default, whole
-from ..errors import ClosedError, WorkerDied
+from ..errors import AckTimeout, ClosedError, DataMismatch, WorkerDied
 from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
 from ..schemes.devices import DeviceChoice, WorkerDevices
 from ..schemes.strategy import WeightStrategy
+from ..workers.process import end, leave, wait_for_any
+from . import buffers
 from .acting import pack
-from .collector_process import WorkerSpec
-from .pool import CollectorOptions, OnLag, WorkerPool
+from .collector_process import BATCH, COLLECT, LAYOUT, START, STOP, WorkerSpec
+from .member import Member
 
+PRELOADED = ["torch", "tensordict", "gymnasium", "cloudpickle", "shmsync.collectors"]
 START_TIMEOUT = 120.0  # seconds
 LAST_SEED = 1 << 62  # what Gymnasium, NumPy and torch all take, with room for those of each environment
+OnLag = Literal["warn", "drop"]
+_STOPPING = 5.0  # seconds, for environments to close
+
+_log = logging.getLogger("shmsync")
 
 
 @dataclass(frozen=True)
@@ -113,40 +126,34 @@ class MultiprocessCollector:
         start_method: str = "forkserver",
     ) -> None:
         self._closed = True  # until the constructor is done
-        self._options = options = CollectorOptions(
-            num_workers=whole("num_workers", num_workers, 1),
-            frames_per_batch=whole("frames_per_batch", frames_per_batch, 1),
-            total_frames=whole("total_frames", total_frames, -1),
-            max_lag=math.inf if max_lag is None else whole("max_lag", max_lag, 0),
-            on_lag=on_lag,
-            sync=sync,
-            restart_workers=restart_workers,
-            timeout=timeout_or_default(timeout, math.inf),
-            start_timeout=timeout_or_default(start_timeout, START_TIMEOUT, "start_timeout"),
-        )
+        count_of_workers = whole("num_workers", num_workers, 1)
+        self._frames_per_batch = whole("frames_per_batch", frames_per_batch, 1)
+        self._total_frames = whole("total_frames", total_frames, -1)
+        self._max_lag = math.inf if max_lag is None else whole("max_lag", max_lag, 0)
+        self._timeout = timeout_or_default(timeout, math.inf)
+        self._start_timeout = timeout_or_default(start_timeout, START_TIMEOUT, "start_timeout")
+        self._on_lag, self._sync, self._restart_workers = on_lag, sync, restart_workers
         count = whole("envs_per_worker", envs_per_worker, 1)
         base = secrets.randbits(31) if seed is None else whole("seed", seed, 0, LAST_SEED)
-        makers = create_env_fn if isinstance(create_env_fn, Sequence) else [create_env_fn] * options.num_workers
-        if len(makers) != options.num_workers:
+        makers = create_env_fn if isinstance(create_env_fn, Sequence) else [create_env_fn] * count_of_workers
+        if len(makers) != count_of_workers:
             raise ValueError(
-                f"create_env_fn has {len(makers)} functions for {options.num_workers} workers; give one for each, or "
+                f"create_env_fn has {len(makers)} functions for {count_of_workers} workers; give one for each, or "
                 "one for all"
             )
         if on_lag not in ("warn", "drop"):
             raise ValueError(f'on_lag is "warn" or "drop", not {on_lag!r}')
-        options.steps(count)  # refuses what does not divide evenly
+        self._steps(count, count_of_workers)  # refuses what does not divide evenly
         if device is None:
             device = getattr(weight_sync_scheme, "device", None)
         devices = WorkerDevices(device)
-        devices.check_workers(options.num_workers)
+        devices.check_workers(count_of_workers)
         self.policy = policy
-        self._frames = self._batches_out = 0
-        scheme = SharedMemWeightSyncScheme() if weight_sync_scheme is None else weight_sync_scheme
-        bound = (
-            isinstance(scheme, SharedMemWeightSyncScheme) and len(devices.distinct) < 2
-        )  # else it gets private copies
+        self._scheme = scheme = SharedMemWeightSyncScheme() if weight_sync_scheme is None else weight_sync_scheme
+        # Else it gets private copies.
+        bound = isinstance(scheme, SharedMemWeightSyncScheme) and len(devices.distinct) < 2
         packed = pack(policy, values=not bound)
-        specs = [
+        self._specs = [
             WorkerSpec(
                 index,
                 cloudpickle.dumps([maker] * count),
@@ -157,12 +164,21 @@ class MultiprocessCollector:
             )
             for index, maker in enumerate(makers)
         ]
-        self._pool = WorkerPool(specs, scheme, options, devices, start_method)
-        self._finalizer = util.Finalize(self, self._pool.end, exitpriority=30)
+        self._context = multiprocessing.get_context(start_method)
+        if start_method == "forkserver":
+            self._context.set_forkserver_preload(PRELOADED)
+        self._frames = self._batches = self._restarts = self._dropped = 0
+        self._members: dict[int, Member] = {}
+        self._filled: dict[tuple[int, int], None] = {}  # (worker, buffer) of each batch, in the order of arrival
+        self._buffer = 0  # of the next batch, in sync mode
+        self._handed: tuple[int, int] | None = None  # (worker, buffer) that the trainer has, without sync
+        self._opened: list[int] = []  # the descriptor of the buffers
+        self._pid = os.getpid()
+        self._finalizer = util.Finalize(self, _end, (self._members, self._opened, scheme), exitpriority=30)
         try:
-            self._pool.start(policy)
+            self._start(devices)
         except BaseException:
-            self._pool.end()
+            self.shutdown()
             raise
         self._closed = False
 
@@ -171,11 +187,11 @@ class MultiprocessCollector:
 
     def __next__(self) -> TensorDict:
         self._go_on()
-        if 0 <= self._options.total_frames <= self._frames:
+        if 0 <= self._total_frames <= self._frames:
             raise StopIteration
-        batch = self._pool.next_batch()
+        batch = self._next_batch()
         self._frames += batch.numel()
-        self._batches_out += 1
+        self._batches += 1
         return batch
 
     def update_policy_weights_(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> int:
@@ -189,23 +205,21 @@ class MultiprocessCollector:
         """
         self._go_on()
         try:
-            with self._pool.reasons(restarts=self._options.restart_workers):
-                return self._pool.sender.send(weights, worker_ids)
+            with self._reasons(restarts=self._restart_workers):
+                return self._sender.send(weights, worker_ids)
         except WorkerDied as error:
-            if not self._options.restart_workers:
+            if not self._restart_workers:
                 raise
-            dead = [index for index in map(int, error.missing) if self._pool.sender.is_dead(index)]
+            dead = [index for index in map(int, error.missing) if self._sender.is_dead(index)]
             for index in dead:
-                self._pool.restart(index)
+                self._restart(index)
             if len(dead) < len(error.missing):  # others are late
                 raise
-            return self._pool.sender.version if error.version is None else error.version
+            return self._sender.version if error.version is None else error.version
 
     def stats(self) -> CollectorStats:
         """Counts so far."""
-        return CollectorStats(
-            self._frames, self._batches_out, self._pool.dropped, self._pool.restarts, self._pool.sender.version
-        )
+        return CollectorStats(self._frames, self._batches, self._dropped, self._restarts, self._sender.version)
 
     def state_dict(self) -> dict[str, Any]:
         """Counts and the policy. Neither environments nor random generators are saved."""
@@ -215,13 +229,13 @@ class MultiprocessCollector:
             for key, value in WeightStrategy("state_dict").extract_weights(self.policy).items()
             if torch.is_tensor(value)
         }
-        return {"frames": self._frames, "batches": self._batches_out, "policy": policy}
+        return {"frames": self._frames, "batches": self._batches, "policy": policy}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore counts and the policy, and send the policy to the workers. Episodes continue."""
         self._go_on()
         WeightStrategy("state_dict").apply_weights(self.policy, state["policy"])  # checks all keys first
-        self._frames, self._batches_out = state["frames"], state["batches"]
+        self._frames, self._batches = state["frames"], state["batches"]
         self.update_policy_weights_()
 
     def shutdown(self) -> None:
@@ -230,7 +244,8 @@ class MultiprocessCollector:
         What an environment's close() raises is logged. A Ctrl-C meanwhile ends the workers at once.
         """
         self._closed = True
-        self._pool.end()
+        if self._pid == os.getpid():  # else this is a forked child; the workers are the trainer's
+            _end(self._members, self._opened, self._scheme)
         self._finalizer.cancel()
 
     def __enter__(self) -> MultiprocessCollector:
@@ -243,4 +258,217 @@ class MultiprocessCollector:
         """Refuse a closed collector, and finish what an interrupted call has left half done."""
         if self._closed:
             raise ClosedError("this collector was shut down; make a new one")
-        self._pool.finish_restarts()
+        for index in [index for index, member in self._members.items() if not member.joined]:
+            self._restart(index)
+
+    def _steps(self, environments: int, workers: int) -> int:
+        """How many steps of each environment are in a batch, where each worker has so many of them.
+
+        Raises ValueError where the frames of a batch do not divide evenly.
+        """
+        share = environments * (workers if self._sync else 1)
+        if self._frames_per_batch % share:
+            raise ValueError(
+                f"frames_per_batch={self._frames_per_batch} does not divide evenly over the {share} environment(s) of "
+                f"a batch; use {max(1, round(self._frames_per_batch / share)) * share}"
+            )
+        return self._frames_per_batch // share
+
+    # ---- the life of the workers
+
+    def _start(self, devices: WorkerDevices) -> None:
+        """Start all workers, send them their first weights, and give them their rows of the batches."""
+        deadline = time.monotonic() + self._start_timeout
+        members = [self._start_process(spec) for spec in self._specs]
+        places = devices.distinct  # on several devices each policy has its own copy, and the arena is the host's
+        place: dict[str, Any] = {"device": places[0]} if len(places) == 1 else {}
+        with self._reasons():
+            self._scheme.init_on_sender(
+                "policy",
+                pipes=[member.weights for member in members],
+                procs=[member.process for member in members],
+                model=self.policy,
+                **place,
+            )
+            self._sender = self._scheme.get_sender()
+            self._sender.send(timeout=self._start_timeout)
+        for member in members:
+            member.send(LAYOUT)
+        self._wait(lambda: all(member.layout for member in members), deadline)
+        leaves, count = _agreed([member.layout for member in members])
+        steps = self._steps(count, len(members))
+        # A worker's environments are numbered after those of the workers before it, and seeded so: the same seed gives
+        # the same frames, however they are made.
+        base = self._specs[0].seed
+        self._specs = [
+            replace(spec, rows=(spec.index * count, (spec.index + 1) * count), seed=base + spec.index * count)
+            for spec in self._specs
+        ]
+        self._memory, fd = buffers.create(leaves, count * len(self._specs), steps)
+        self._opened.append(fd)
+        for spec in self._specs:
+            self._join(spec)
+            for buffer in () if self._sync else range(buffers.BUFFERS):  # without sync they fill all at once
+                self._members[spec.index].order(buffer)
+
+    def _restart(self, index: int) -> None:
+        """Start a worker again; it joins at the newest version, and does again what it had not delivered."""
+        self._restarts += 1
+        self._members[index].log_loss()
+        _log.warning("collector worker %d was lost, and is started again", index)
+        # Another stretch of the same seed would repeat the frames that the dead one has delivered already.
+        spec = replace(self._specs[index], seed=self._specs[index].seed + 7919 * self._restarts)
+        member = self._start_process(spec)
+        with self._reasons():
+            self._sender.register_worker(index, member.weights, member.process)
+            resend = getattr(self._sender, "resend", None)  # not in schemes without pipes
+            if resend is not None:
+                resend(index, timeout=self._start_timeout)
+        self._join(spec)
+
+    def _start_process(self, spec: WorkerSpec) -> Member:
+        """Start a worker, in place of an earlier one of its index, whose orders it takes over."""
+        earlier = self._members.get(spec.index)
+        if earlier is not None:
+            earlier.joined = False  # a Ctrl-C before the new one has joined: _restart() is called again
+            earlier.close()
+        member = Member(self._context, spec)
+        if earlier is not None:
+            member.orders = earlier.orders
+        self._members[spec.index] = member
+        return member
+
+    def _join(self, spec: WorkerSpec) -> None:
+        member = self._members[spec.index]
+        member.send(START, (self._memory.spec, spec.rows, spec.seed))
+        for buffer in member.orders:  # those of the worker before it
+            member.send(COLLECT, buffer)
+        member.joined = True
+
+    # ---- their batches
+
+    def _next_batch(self) -> TensorDict:
+        """Wait for a batch: with sync one from all workers, else one from whichever is ready.
+
+        Raises AckTimeout, WorkerDied or what a worker failed with.
+        """
+        while True:
+            batch = self._from_all() if self._sync else self._from_one()
+            lag = self._sender.version - int(batch["policy_version"].min())
+            if lag <= self._max_lag:
+                break
+            if self._on_lag == "warn":
+                warnings.warn(
+                    f"frames are {lag} versions old when they are handed out, max_lag is {self._max_lag}; "
+                    'send weights less often, or use on_lag="drop"',
+                    stacklevel=3,
+                )
+                break
+            self._dropped += 1  # it is collected again
+        self._buffer = (self._buffer + 1) % buffers.BUFFERS
+        return batch
+
+    def _begin_round(self) -> None:
+        """Order the next batch from all workers that have neither this order yet nor filled it."""
+        for index, member in self._members.items():
+            if self._buffer not in member.orders and (index, self._buffer) not in self._filled:
+                member.order(self._buffer)
+
+    def _from_all(self) -> TensorDict:
+        self._begin_round()
+        deadline = time.monotonic() + self._timeout
+        self._wait(lambda: len(self._filled) == len(self._members), deadline)
+        self._filled.clear()
+        return self._memory.batch(self._buffer)
+
+    def _from_one(self) -> TensorDict:
+        if self._handed is not None:  # the trainer is done with it, or it was too old
+            index, buffer = self._handed
+            self._handed = None
+            self._members[index].order(buffer)
+        self._wait(lambda: self._filled, time.monotonic() + self._timeout)
+        index, buffer = self._handed = next(iter(self._filled))
+        del self._filled[index, buffer]
+        return self._memory.batch(buffer, slice(*self._specs[index].rows))
+
+    # ---- what they say
+
+    @contextmanager
+    def _reasons(self, *, restarts: bool = False) -> Iterator[None]:
+        """Raise what ended a worker in place of a send's WorkerDied; `restarts`: not if it can start again."""
+        try:
+            yield
+        except WorkerDied as error:
+            for member in [self._members[index] for index in error.missing if index in self._members]:
+                self._read(member)
+                if member.failure is not None and not (restarts and member.delivered):
+                    member.raise_loss()
+            raise
+
+    def _read(self, member: Member) -> None:
+        """Handle what a worker has sent."""
+        member.read()
+        while member.received:
+            word, content = member.received[0]
+            del member.received[0]
+            if word == BATCH:
+                member.delivered = True
+                member.orders.remove(content)
+                self._filled[member.index, content] = None
+            else:
+                member.layout = content
+
+    def _wait(self, done: Callable[[], Any], deadline: float) -> None:
+        """Until done(). Workers that are lost meanwhile are started again, or raise; AckTimeout at the deadline."""
+        while True:
+            for member in self._members.values():
+                self._read(member)
+            if done():
+                return
+            lost = next((member for member in self._members.values() if member.lost), None)
+            if lost is not None:
+                if not (self._restart_workers and lost.delivered):
+                    lost.raise_loss()
+                self._restart(lost.index)
+            elif time.monotonic() >= deadline:
+                late = ", ".join(
+                    f"worker {index} ({member.peer}{', stopped' if member.peer.stopped else ''})"
+                    for index, member in self._members.items()
+                )
+                raise AckTimeout(
+                    f"no batch is ready in time from {late}: an environment may be slow or stuck. Give more time with "
+                    "timeout=",
+                    missing=list(self._members),
+                )
+            else:
+                wait_for_any(self._members, deadline)
+
+
+def _end(members: dict[int, Member], opened: list[int], scheme: WeightSyncScheme) -> None:
+    """End the workers, then what they used. Idempotent. A Ctrl-C meanwhile ends the workers at once."""
+    try:
+        leave(members, STOP, time.monotonic() + _STOPPING)
+    finally:
+        end(members, 0.0)
+        for member in members.values():
+            member.log_loss()
+        members.clear()
+        while opened:
+            os.close(opened.pop())
+        scheme.shutdown()
+
+
+def _agreed(layouts: list[Any]) -> tuple[buffers.Leaves, int]:
+    """The layout and the number of environments that all workers have. Raises DataMismatch when they differ."""
+    first, count = layouts[0]
+    for index, (layout, environments) in enumerate(layouts):
+        if (layout, environments) != (first, count):
+            keys = sorted(".".join(key) for key in {key for key, _ in layout.items() ^ first.items()})
+            what = (
+                f"frames of different form ({', '.join(keys)})" if keys else f"{count} and {environments} environments"
+            )
+            raise DataMismatch(
+                f"workers 0 and {index} have {what}; all workers need the same spaces, and the same number of "
+                "environments, also inside of vector environments"
+            )
+    return first, count

@@ -24,7 +24,7 @@ def test_a_shut_down_collector_leaves_nothing_but_its_last_batch():
     gc.collect()
     children, fds = set(psutil.Process().children(recursive=True)), len(os.listdir("/proc/self/fd"))
     batches = MultiprocessCollector(Counting, Constant(), **options)
-    pids = [member.process.pid for member in batches._pool.members.values()]
+    pids = [member.process.pid for member in batches._members.values()]
     batch = next(batches)
     batches.shutdown()
     batches.shutdown()
@@ -45,7 +45,7 @@ from shmsync.collectors import MultiprocessCollector
 if __name__ == "__main__":
     batches = MultiprocessCollector(Counting, Constant(), num_workers=2, frames_per_batch=40, sync=False)
     next(batches)
-    print(*[member.process.pid for member in batches._pool.members.values()], flush=True)
+    print(*[member.process.pid for member in batches._members.values()], flush=True)
     sys.stdin.read()
 """
 

@@ -20,7 +20,7 @@ if __name__ == "__main__":
     env = functools.partial(Slow, step=0.01)
     collector = MultiprocessCollector(env, Constant(), num_workers=2, frames_per_batch=400, sync=sys.argv[1] == "True")
     try:
-        print(*[member.process.pid for member in collector._pool.members.values()], flush=True)
+        print(*[member.process.pid for member in collector._members.values()], flush=True)
         while True:
             next(collector)
     except KeyboardInterrupt:

@@ -37,9 +37,9 @@ def test_a_killed_worker_is_restarted_and_joins_at_the_newest_version(collector,
         next(batches)
         policy.set_tag(tag)
         assert batches.update_policy_weights_() == tag
-    while not batches._pool.members[1].delivered:  # one that never delivered anything is not started again
+    while not batches._members[1].delivered:  # one that never delivered anything is not started again
         next(batches)
-    os.kill(batches._pool.members[1].process.pid, signal.SIGKILL)
+    os.kill(batches._members[1].process.pid, signal.SIGKILL)
     seen = set()
     while batches.stats().restarts == 0 or 1 not in seen:
         batch = next(batches)
@@ -55,7 +55,7 @@ def test_a_killed_worker_is_restarted_and_joins_at_the_newest_version(collector,
 def test_a_send_to_a_killed_worker_restarts_it(collector):
     batches = collector(policy=Policy(), restart_workers=True)
     next(batches)
-    os.kill(batches._pool.members[0].process.pid, signal.SIGKILL)
+    os.kill(batches._members[0].process.pid, signal.SIGKILL)
     assert batches.update_policy_weights_() == 2
     assert batches.stats().restarts == 1
     assert torch.equal(next(batches)["policy_version"], torch.full((2, 20), 2))
@@ -85,7 +85,7 @@ def test_dead_workers_are_restarted_and_late_ones_named(collector):
     scheme = SharedMemWeightSyncScheme(timeout=0.5)
     batches = collector(Counting, Constant(), restart_workers=True, weight_sync_scheme=scheme)
     next(batches)
-    killed, stopped = (batches._pool.members[index].process.pid for index in (0, 1))
+    killed, stopped = (batches._members[index].process.pid for index in (0, 1))
     os.kill(killed, signal.SIGKILL)
     os.kill(stopped, signal.SIGSTOP)
     try:

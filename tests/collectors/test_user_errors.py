@@ -47,7 +47,7 @@ def check_what_arrives(kind, place, sync):
 def test_an_update_raises_what_ended_a_worker(collector):
     env = functools.partial(RaisingEnv, "EOFError", "later reset")
     batches = collector([Counting, env], Constant(), sync=False, frames_per_batch=400)
-    until(lambda: batches._pool.members[1].process.exitcode is not None)
+    until(lambda: batches._members[1].process.exitcode is not None)
     with pytest.raises(EOFError) as caught:
         batches.update_policy_weights_()
     assert "raising.py" in str(caught.value.__cause__)

@@ -57,8 +57,8 @@ def test_frames_that_are_too_old_warn(collector):
     next(batches)
 
     def another_is_there():
-        batches._pool.read(batches._pool.members[0])
-        return batches._pool.filled
+        batches._read(batches._members[0])
+        return batches._filled
 
     until(another_is_there)
     batches.update_policy_weights_()

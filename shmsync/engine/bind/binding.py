@@ -213,8 +213,8 @@ def bound_to(module: nn.Module) -> list[Binding]:
     return [each for each in serving if not mine.isdisjoint(each.tensors())]
 
 
-def taken_over(module: nn.Module, tensors: Mapping[Key, torch.Tensor], *readers: ReadPath | None) -> list[Binding]:
-    """The bindings of these readers that end if these tensors of the module are bound.
+def taken_over(module: nn.Module, tensors: Mapping[Key, torch.Tensor], reader: ReadPath) -> list[Binding]:
+    """The bindings of this reader that end if these tensors of the module are bound.
 
     Raises ProtocolError if the module shares tensors with one that another Subscriber moves.
     """
@@ -222,7 +222,7 @@ def taken_over(module: nn.Module, tensors: Mapping[Key, torch.Tensor], *readers:
     replaced = []
     for old in bound_to(module):
         path = old.path()
-        if path is not None and path not in readers:
+        if path is not None and path is not reader:
             raise ProtocolError(
                 f"this module, or one that shares tensors with it, is bound to arena {path.name!r}. Close that "
                 "Subscriber first, or bind a fresh copy. For one module in several parts use one arena of a "

@@ -31,29 +31,18 @@ from .guarded_methods import CALL, GuardNames, calls_of
 M = TypeVar("M", bound=nn.Module)
 
 
-def bind(
-    reader: ReadPath,
-    module: M,
-    guard: GuardNames,
-    check: ModuleCheck,
-    *,
-    clones: bool,
-    instead_of: ReadPath | None = None,
-) -> M:
-    """As Subscriber.bind(); `check` says how the tensors of the module move.
-
-    `instead_of`: the reader that the module may be bound to now, and leaves.
-    """
+def bind(reader: ReadPath, module: M, guard: GuardNames, check: ModuleCheck, *, clones: bool) -> M:
+    """As Subscriber.bind(); `check` says how the tensors of the module move."""
     bound = bindable(module)
     calls = calls_of(module, guard)
     # No call is under way while the tensors change hands.
-    with reader.hold_lock(), nullcontext() if instead_of is None else instead_of.hold_lock():
+    with reader.hold_lock():
         reader.followers[:] = [each for each in reader.followers if each.owners()]
         tensors = check.tensors(bound)
-        replaced = taken_over(bound, tensors, reader, instead_of)
-        before = [(path, list(path.followers)) for path in (reader, instead_of) if path is not None]
-        for path, followers in before:  # what fits no more would be an error at the entry of the section
-            path.followers[:] = [each for each in followers if each not in replaced]
+        replaced = taken_over(bound, tensors, reader)
+        before = list(reader.followers)
+        # What fits no more would be an error at the entry of the section.
+        reader.followers[:] = [each for each in before if each not in replaced]
         had_used = reader.has_used_version
         try:
             with reader.read() if reader.applied_version else nullcontext():
@@ -62,8 +51,7 @@ def bind(
                     binding.move(reader.held_slot)
                 reader.followers.append(binding)
         except BaseException:
-            for path, followers in before:
-                path.followers[:] = followers
+            reader.followers[:] = before
             raise
         finally:
             if not had_used:  # the section is no use of this thread's: `version` goes on with what is applied

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torchrl._utils import WEIGHT_SYNC_TIMEOUT
@@ -24,8 +24,7 @@ from ...engine.bind.guarded_methods import can_be_called
 from ...engine.by_value import copy_by_value
 from ...engine.deadlines import SLICE
 from ...engine.read.reading import ReadPath, open_reader
-from ...errors import ArenaNotFound, ProtocolError, ShmSyncError
-from ...memory.segment import session_of
+from ...errors import ProtocolError, ShmSyncError
 from ...schemes.devices import lies_elsewhere
 from ...schemes.strategy import WeightStrategy
 from . import extra_state
@@ -33,44 +32,45 @@ from .failures import FailurePipe
 from .frames import FIRST, FrameStamp, has_versions
 
 
-class Names(NamedTuple):
-    """The arenas of a worker: the one that it starts with, and that of its own, where it moves when there is one."""
-
-    first: str
-    own: str
-
-
 class Receiver:
     """Receives the weights of one model in a worker.
 
     Args:
         address: of the trainer's socket for failures.
-        names: of the arenas, which may not be made yet.
+        name: of the arena, which may not be made yet.
         worker: this worker's index.
         model: bound to the arena; None: nothing is.
-        timeout: for each wait on the trainer, in seconds.
 
-    Locks are taken in this order: an inference server's, `_lock`, and the reader's, which a forward holds.
+    Locks are taken in this order: an inference server's, and the reader's, which a forward holds, and which is held
+    around moves to another module.
     """
 
-    def __init__(self, address: str, names: Names, worker: int, model: nn.Module | None, timeout: float) -> None:
-        self._own, self._worker, self._timeout = names.own, worker, timeout
-        self._lock = threading.RLock()  # around moves to another arena or module
+    def __init__(self, address: str, name: str, worker: int, model: nn.Module | None) -> None:
         self._module: weakref.ref[nn.Module] | None = None
         self._loads: list[_Load] = []
-        self._before: ReadPath | None = None  # of the arena before, until a forward has used this one
         self._server_lock: AbstractContextManager[Any] = nullcontext()
         self._hears: Callable[[Any], object] | None = None  # is told of new weights: a cascade, or a server
         self._hears_each = False  # a server: once for each version, those included that this worker never used
         self._counted = FIRST
         self._stop = threading.Event()
         self._failures = FailurePipe(address, worker)
+        copy_by_value()
         try:
-            self._reader = self._attached(names.first, WEIGHT_SYNC_TIMEOUT)
+            # It applies nothing before it is told to: its first ack is to mean that the module shows it.
+            self._reader = open_reader(name, "pinned", worker, WEIGHT_SYNC_TIMEOUT, False)
+            # Sections wait for a trainer that waits, perhaps for another worker's forward. Its death ends the wait.
+            self._reader.timeout = math.inf
+            reference = weakref.ref(self)
+
+            def applied(version: int) -> None:
+                if (receiver := reference()) is not None:
+                    receiver._applied(version)
+
+            self._reader.on_version(applied)  # in the first section of each version, in any thread, before the ack
             try:
                 if model is not None:
                     self.bind(model)
-                self.catch_up()
+                self._reader.refresh()
             except BaseException:
                 self._reader.close()
                 raise
@@ -81,22 +81,6 @@ class Receiver:
         thread = threading.Thread(target=_run, args=(weakref.ref(self), self._stop), daemon=True, name="shmsync")
         thread.start()
         self._finalizer = weakref.finalize(self, _end, self._stop, thread, self._failures)
-
-    def _attached(self, arena: str, patience: float) -> ReadPath:
-        """A reader that applies nothing before it is told to: its first ack is to mean that the module shows it."""
-        copy_by_value()
-        reader = open_reader(arena, "pinned", self._worker, patience, False)
-        # Sections wait for a trainer that waits, perhaps for another worker's forward. Its death ends the wait.
-        reader.timeout = math.inf
-        reference = weakref.ref(self)
-
-        def applied(version: int) -> None:
-            receiver = reference()
-            if receiver is not None and receiver._reader.name == arena:  # not one that a late forward still enters
-                receiver._applied(version)
-
-        reader.on_version(applied)  # in the first section of each version, whichever thread enters it, before the ack
-        return reader
 
     @property
     def weights(self) -> Any:
@@ -115,13 +99,14 @@ class Receiver:
         """
         if self.module is module:
             return
-        with self._lock:
-            _bind(self._reader, module, instead_of=None)
+        with self._reader.hold_lock():
+            _bind(self._reader, module)
             self._unbind()
             self._module = weakref.ref(module)
             self._loads = [_Load(owner, self) for each in self.bindings() for owner in each.owners()]
-            self._reader.refresh()
-            extra_state.set_states(module, self._reader.weights)
+            with self._reader.read() as section:  # the state is that of one version too
+                extra_state.set_states(module, section.weights)
+            self._reader.forget_used_version()  # which is that of a forward
 
     def follow(self, context: Any, model_id: str) -> None:
         """Let the context know of new weights; None: nothing is to know of them.
@@ -146,15 +131,7 @@ class Receiver:
             self._hears, self._hears_each = update, True
         elif model_id == "policy" and has_versions(context):
             receiver = weakref.ref(self)
-            FrameStamp(context, lambda: FIRST if (there := receiver()) is None else there._used())
-
-    def _used(self) -> int:
-        """The version that the calling thread's last forward used."""
-        if self._reader.has_used_version:
-            self._before = None
-        elif self._before is not None and self._before.has_used_version:
-            return self._before.used_version
-        return self._reader.used_version
+            FrameStamp(context, lambda: FIRST if (there := receiver()) is None else there._reader.used_version)
 
     def refresh(self, timeout: float | None = 0.0) -> bool:
         """Move to a newer version. Waits `timeout` seconds for one; None: without limit.
@@ -164,28 +141,17 @@ class Receiver:
         version = self._reader.applied_version
         if timeout != 0.0 and version == self._seen:
             self._reader.wait_version(version + 1, math.inf if timeout is None else timeout)
-        self.catch_up()
+        self._reader.refresh()
         seen, self._seen = self._seen, self._reader.applied_version
         return seen != self._seen
-
-    def catch_up(self) -> None:
-        """Move to the newest version, and before to this worker's own arena, if there is one."""
-        with self._lock:
-            if self._may_move:
-                self._move_to_own()
-            self._reader.refresh()
-
-    @property
-    def _may_move(self) -> bool:
-        return self._reader.name != self._own and session_of(self._own) is not None
 
     def wait(self) -> None:
         """One slice of the thread's work: wait for a version, and move there. Errors are reported."""
         reader = self._reader
         try:
-            if self._may_move or reader.wait_version_slice(reader.applied_version + 1, int(SLICE * 1e9)):
+            if reader.wait_version_slice(reader.applied_version + 1, int(SLICE * 1e9)):
                 with self._server_lock:
-                    self.catch_up()
+                    reader.refresh()
         except Exception as error:
             if not self._stop.is_set():
                 self._failures.report(error)
@@ -196,16 +162,15 @@ class Receiver:
         module, strategy = self.module, WeightStrategy()
         if module is not None:
             strategy.check_weights(module, weights)
-            with self._lock, self._reader.hold_lock():
+            with self._reader.hold_lock():
                 self.release()
                 strategy.apply_weights(module, weights)
 
     def close(self) -> None:
         """Leave: the module keeps the weights that it has, as its own. Idempotent."""
         self._finalizer()
-        with self._lock:
-            self._unbind()
-            self._reader.close()
+        self._unbind()
+        self._reader.close()
 
     def _applied(self, version: int) -> None:
         updates, self._counted = version - self._counted, version
@@ -219,23 +184,6 @@ class Receiver:
                     self._hears(self._reader.weights)
         except Exception as error:  # for the trainer, which gets it before the ack, not for the caller of the policy
             self._failures.report(error)
-
-    def _move_to_own(self) -> None:
-        """Move to the arena of this worker alone, which started as a copy of this one, with its version."""
-        try:
-            fresh = self._attached(self._own, self._timeout)
-        except ArenaNotFound:
-            return  # the trainer has ended
-        before, self._reader = self._reader, fresh
-        try:
-            if (module := self.module) is not None:
-                _bind(fresh, module, instead_of=before)
-        except BaseException:
-            self._reader = before
-            fresh.close()
-            raise
-        self._before = before
-        before.close()
 
     # ---- the bound module
 
@@ -272,14 +220,14 @@ class Receiver:
         self._module, self._loads = None, []
 
 
-def _bind(reader: ReadPath, module: nn.Module, *, instead_of: ReadPath | None) -> None:
+def _bind(reader: ReadPath, module: nn.Module) -> None:
     arena = reader.arena
     absent = [extra_state.KEY] if extra_state.KEY in arena.manifest.by_key else []
     copies = lies_elsewhere(module, arena.device)
 
     def bind_guarding(calls: Any) -> None:
         check = ModuleCheck(arena, reader.name, copies=copies, absent=absent)
-        bind(reader, module, calls, check, clones=True, instead_of=instead_of)
+        bind(reader, module, calls, check, clones=True)
 
     try:
         bind_guarding(can_be_called(module))
@@ -307,7 +255,7 @@ class _Load(Proxy):
         receiver = self._receiver()
         if receiver is None:
             return self.inner(*args, **kwargs)
-        with receiver._lock, receiver._reader.hold_lock():
+        with receiver._reader.hold_lock():
             receiver.release({self.module})
             bindings = receiver.bindings()
             for binding in bindings:
@@ -326,7 +274,7 @@ def _run(reference: weakref.ref[Receiver], stop: threading.Event) -> None:
         if receiver is None:
             return
         receiver.wait()
-        if receiver._reader.gone and not receiver._may_move:
+        if receiver._reader.gone:
             return  # the trainer has ended, and the module goes on with what it has
         del receiver
 

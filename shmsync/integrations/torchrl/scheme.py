@@ -14,7 +14,7 @@ from ...engine.source.dtypes import Dtypes, check_dtypes
 from ...errors import ClosedError, ProtocolError
 from ...schemes.devices import DeviceChoice, WorkerDevices
 from ...schemes.strategy import WeightStrategy, has_dotted_keys
-from .receiver import Names, Receiver
+from .receiver import Receiver
 from .sender import Sender
 from .weights import first_weights, resolve
 
@@ -36,8 +36,8 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         strategy: "tensordict" or "state_dict", as in TorchRL; sends read a module directly either way, except that
             "state_dict" merges adapters of a PEFT model (merge_and_unload), as TorchRL's does.
         sync: let an update wait until the workers have applied it. False: it returns when the weights are published.
-        per_worker_weights: give each worker its own arena from the start. Without it workers share one until an
-            update is for some of them only.
+        per_worker_weights: give each worker its own arena, so that an update can be for some of them, or different
+            for each. Without it an update is for all workers on a device.
         slots: 1: an update waits for forwards that are under way, and forwards for the copy. 2 or more: neither
             waits, for that much more memory.
         timeout: of an update, in seconds; math.inf waits without limit, None is 10.
@@ -78,7 +78,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         self.timeout = timeout_or_default(timeout)
         self.dtype = dtype
         self.strict = strict
-        self._invitation: tuple[str, dict[int, Names]] | None = None  # the trainer's address, arena names by worker
+        self._invitation: tuple[str, dict[int, str]] | None = None  # the trainer's address, arena names by worker
 
     # Not in __init__: an unpickled scheme starts with these.
     _sender: Sender | None = None
@@ -120,17 +120,16 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             self._sender.close()
         first = first_weights(model_id=model_id, context=context, **given)
         self._devices.check_workers(len(first.sources))
+        self.per_worker_weights = self.per_worker_weights or first.apart
         self._sender = Sender(
             model_id or "policy",
             first,
             self._devices,
             apart=self.per_worker_weights,
-            options={"slots": self.slots, "timeout": self.timeout},
-            dtype=self.dtype,
+            options={"slots": self.slots, "timeout": self.timeout, "dtype": self.dtype},
             strict=self.strict,
             context=self._context_ref,
         )
-        self.per_worker_weights = self.per_worker_weights or first.apart
         self._invitation = self._sender.failures.address, self._sender.names
 
     def _setup_connection_and_weights_on_sender_impl(
@@ -148,12 +147,13 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
 
         Args:
             weights: a module, a TensorDict, a state dict, or a dict of worker index to such weights. They may be
-                partial. None: the collector's policy, or what the scheme was initialised with; after a send of other
-                weights only if its bytes have changed since, else the workers keep those.
+                partial. None: the collector's policy as it is now, or what the scheme was initialised with; for
+                workers whose policies are made by factories, what was sent last.
             worker_ids: None (all), an index, a device, or a list of these.
             timeout: in seconds; None is the scheme's.
 
-        Raises as the class says; RuntimeError before init_on_sender() and connect(); ValueError for unknown workers.
+        Raises as the class says; RuntimeError before init_on_sender() and connect(); ValueError for unknown workers,
+        and for an update of some of the workers that share their weights.
         """
         timeout = timeout_or_none(timeout)
         self._check_open()
@@ -207,7 +207,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         if worker not in names:
             raise RuntimeError(f"worker_idx is {worker}, but the trainer expects workers {sorted(names)}")
         model = self.model
-        receiver = Receiver(address, names[worker], worker, model, self.timeout)
+        receiver = Receiver(address, names[worker], worker, model)
         self._receiver = receiver
         receiver.follow(self.context, self._model_id or "policy")
 

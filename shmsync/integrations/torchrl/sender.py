@@ -1,24 +1,22 @@
 """The trainer's side of one model: publish in the arenas of the workers, and wait until they have applied it.
 
-Workers with the same weights, on one device, share an arena. A send to some of them gives each of these an arena of its
-own first: it starts as a copy, and they move there; then the new weights are published in it.
+Workers with the same weights, on one device, share an arena, and get the same updates.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from multiprocessing import util
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from ...engine.deadlines import check_worker, deadline_after, slice_until
 from ...engine.outcome import Outcome, Wording, listed
 from ...engine.publisher import Publisher, writer_of
-from ...engine.source.dtypes import Dtypes, dtypes_of
 from ...engine.source.sources import EVERYTHING, collect
 from ...engine.write.acks import RowWait
 from ...errors import ManifestMismatch, WorkerDied
@@ -29,8 +27,7 @@ from ...schemes.sender import SendLock
 from . import extra_state
 from .failures import Failures
 from .frames import FIRST
-from .receiver import Names
-from .weights import First, OtherWeights
+from .weights import First
 
 WORDING = Wording(
     "a worker applies between two forwards of its policy",
@@ -42,10 +39,16 @@ WORDING = Wording(
 
 
 class Arena:
-    """One arena, and the workers that have its weights."""
+    """One arena, and the workers that have its weights. Made by open()."""
 
-    def __init__(self, publisher: Publisher, members: set[int]) -> None:
-        self.publisher, self.writer, self.members = publisher, writer_of(publisher), members
+    def __init__(self, members: set[int], place: str) -> None:
+        self.name, self.members, self.place = new_name(), members, place
+        self.given: Any = None  # the last weights that were sent
+
+    def open(self, weights: Any, **options: Any) -> None:
+        """Make it, with its first weights. Raises as Publisher()."""
+        self.publisher = Publisher(weights, name=self.name, device=self.place, first_version=FIRST, **options)
+        self.writer = writer_of(self.publisher)
         self.by_key = self.writer.arena.manifest.by_key
         self.room = self.by_key[extra_state.KEY].nbytes if extra_state.KEY in self.by_key else 0  # for extra state
 
@@ -63,14 +66,6 @@ class Arena:
         return extra_state.together(tensors, states, self.room)
 
 
-class Post(NamedTuple):
-    """A version that these workers have to apply."""
-
-    arena: Arena
-    version: int
-    workers: set[int]
-
-
 class Sender:
     """Sends the weights of one model to its workers.
 
@@ -79,8 +74,7 @@ class Sender:
         first: what the workers start with.
         devices: where the arenas lie; where it says nothing, where the policies are.
         apart: give each worker an arena of its own.
-        options: of each Publisher: slots, timeout.
-        dtype: floating weights are cast to it.
+        options: of each Publisher: slots, timeout, dtype.
         strict: refuse weights that workers have no place for; else leave them out.
         context: the collector, whose processes are known later; or None.
 
@@ -89,21 +83,20 @@ class Sender:
 
     def __init__(
         self, model_id: str, first: First, devices: WorkerDevices, *, apart: bool, options: dict[str, Any],
-        dtype: Dtypes, strict: bool, context: weakref.ReferenceType[Any] | None,
+        strict: bool, context: weakref.ReferenceType[Any] | None,
     ) -> None:  # fmt: skip
-        self._model_id, self.first, self._dtype, self._strict, self._context = model_id, first, dtype, strict, context
+        self._model_id, self.first, self._strict, self._context = model_id, first, strict, context
         self._options = {**options, "max_readers": max(64, 2 * len(first.sources))}
-        self._planned: dict[Any, tuple[str, set[int], str]] = {}  # name, workers, device
-        self.names: dict[int, Names] = {}  # by worker
+        planned: dict[Any, Arena] = {}
+        self.names: dict[int, str] = {}  # of the arena of each worker
         for worker, source in first.sources.items():
             place = first.place(worker) if devices.unset else str(devices.of(worker))
-            key = worker if apart or first.apart else (id(source), place)
-            name, workers, _ = self._planned.setdefault(key, (new_name(), set(), place))
-            workers.add(worker)
-            self.names[worker] = Names(name, name if key == worker else new_name())
-        self._others: dict[int, OtherWeights] = {}  # by the id of a model of the trainer's
+            arena = planned.setdefault(worker if apart else (id(source), place), Arena(set(), place))
+            arena.members.add(worker)
+            self.names[worker] = arena.name
+        self._planned = list(planned.values())
         self._lost: set[int] = set()  # dead workers that a WorkerDied has named
-        self._version = 1  # of the first weights; arenas that some workers have for themselves count their own
+        self._version = FIRST  # of the first weights; arenas whose workers got fewer updates count their own
         self._lock = SendLock()
         self.failures = Failures()
         self.arenas: list[Arena] = []
@@ -117,9 +110,10 @@ class Sender:
     def open(self, prepare: Callable[[Any], Any]) -> None:
         """Make the arenas, with the weights of now; wait for no worker. Idempotent. Raises what Publisher() raises."""
         sources = self.first.again()
-        for name, workers, place in self._planned.values() if not self.arenas else ():
-            weights = extra_state.together(*extra_state.separate(prepare(sources[min(workers)])))
-            self._make(weights, name, place, self._dtype, workers)
+        for arena in self._planned[len(self.arenas) :]:
+            weights = prepare(sources[min(arena.members)])
+            arena.open(extra_state.together(*extra_state.separate(weights)), **self._options)
+            self.arenas.append(arena)
 
     def send(
         self, weights: Any, worker_ids: Any, model: Any, prepare: Callable[[Any], Any], *, wait: bool,
@@ -131,6 +125,7 @@ class Sender:
         `prepare` makes what is published of weights. The version grows by one with each send, to whichever workers.
 
         Raises:
+            ValueError: workers that share an arena would get different weights, or some of them none.
             As Publisher.publish(): nothing was published. A worker's own exception, WorkerDied, AckTimeout: published,
             but not applied by these workers; the others have it.
         """
@@ -145,56 +140,46 @@ class Sender:
             outcome = Outcome(WORDING)
             outcome.failed.update(self.failures.received())
             outcome.check(f"an earlier version of {self._model_id!r}; nothing was published now", None)
-            own = self.first.again() if model is None else dict.fromkeys(self.first.sources, model)
-            # Workers that get the same weights, and whose own model is the same.
-            wanted: dict[tuple[int, int], tuple[Any, Any, set[int]]] = {}
-            for worker in self._living(chosen) & own.keys():
-                given = weights[worker] if by_worker else weights
-                whose = id(self.first.sources[worker] if model is None else model)
-                wanted.setdefault((id(given), whose), (given, own[worker], set()))[2].add(worker)
-            posted = self._publish(wanted, prepare, deadline)
+            plan = self._plan(weights if by_worker else dict.fromkeys(chosen, weights), chosen, model, prepare)
+            for arena, source, _ in plan if len(plan) > 1 else ():  # all is checked before any of it is written
+                self._explained(arena.writer.check_weights, source, deadline)
+            for arena, source, given in plan:
+                self._explained(arena.writer.publish, source, deadline)
+                arena.given = given
             self._version += 1
-            for post in posted if wait else ():
-                self._wait(post, outcome, deadline)
+            for arena, _, _ in plan if wait else ():
+                self._wait(arena, outcome, deadline)
             outcome.check(f"version {self._version} of {self._model_id!r}", self._version)
             return self._version
 
-    def _publish(
-        self, wanted: dict[tuple[int, int], tuple[Any, Any, set[int]]], prepare: Callable[[Any], Any], deadline: float
-    ) -> list[Post]:
-        """Publish what these workers want. All of it is checked before any of it is written."""
-        plan: list[tuple[Arena, Any, set[int]]] = []
-        posted, sent = [], []
-        for (_, whose), (given, own, workers) in wanted.items():
-            others = self._others.get(whose)
-            kept = others.kept_by(workers, own) if given is None and others is not None else set()
-            weights = own if given is None else given
-            if given is not None or others is not None:
-                others = self._others.setdefault(whose, OtherWeights())
-                sent.append((others, workers - kept, weights, own))
-            prepared = prepare(weights) if workers - kept else None
-            for arena in self.arenas:
-                if here := arena.members & kept:
-                    posted.append(Post(arena, arena.publisher.version, here))  # perhaps not applied yet
-                if here := arena.members & (workers - kept):
-                    plan.append((arena, arena.source(prepared, strict=self._strict), here))
-        for arena, source, here in plan:
-            if len(plan) > 1 or arena.members - here - self._lost:
-                self._explained(arena.writer.check_weights, source, deadline)
-        targets: list[tuple[Arena, Any, set[int]]] = []
-        for arena, source, here in plan:
-            if arena.members - here - self._lost:
-                targets += [(self._moved_to_own(worker, arena, deadline), source, {worker}) for worker in sorted(here)]
-            else:
-                targets.append((arena, source, here))
-        for arena, source, workers in targets:
-            posted.append(Post(arena, self._explained(arena.writer.publish, source, deadline), workers))
-        for arena in [arena for arena in self.arenas if not arena.members]:
-            self.arenas.remove(arena)
-            arena.publisher.close()
-        for others, *what in sent:
-            others.sent(*what)
-        return posted
+    def _plan(
+        self, given: Mapping[int, Any], chosen: set[int], model: Any, prepare: Callable[[Any], Any]
+    ) -> list[tuple[Arena, Any, Any]]:
+        """What to publish in each arena, and of which given weights. Raises as send()."""
+        living = chosen - self._lost
+        if not living:
+            raise WorkerDied(
+                f"no worker is left to send {self._model_id!r} to; make a new collector", missing=sorted(self._lost)
+            )
+        own = self.first.again() if model is None else dict.fromkeys(self.first.sources, model)
+        plan: list[tuple[Arena, Any, Any]] = []
+        prepared: dict[int, Any] = {}  # by the id of the weights
+        for arena in self.arenas:
+            members = arena.members - self._lost
+            if not members & living:
+                continue
+            weights = given[min(members & living)]
+            if not members <= living or any(given[worker] is not weights for worker in members):
+                raise ValueError(
+                    f"workers {sorted(members)} share their weights, and this update is not the same for all of them; "
+                    "make the scheme with per_worker_weights=True"
+                )
+            if weights is None:  # what a factory has made here is no module that anybody trains
+                weights = arena.given if self.first.made and arena.given is not None else own[min(members)]
+            if id(weights) not in prepared:
+                prepared[id(weights)] = prepare(weights)
+            plan.append((arena, arena.source(prepared[id(weights)], strict=self._strict), weights))
+        return plan
 
     def _explained(self, call: Callable[..., Any], *args: Any) -> Any:
         try:
@@ -206,31 +191,15 @@ class Sender:
                 f"{error}\nTo leave out what the workers' model does not have, make the scheme with strict=False"
             ) from error
 
-    def _moved_to_own(self, worker: int, arena: Arena, deadline: float) -> Arena:
-        """A new arena for this worker alone, a copy of the one that it leaves; returns when it is attached to it."""
-        arena.members.discard(worker)  # it moves, now or when it can
-        fresh = self._make(
-            arena.publisher.weights, self.names[worker].own, arena.writer.arena.place,
-            dtypes_of(arena.writer.arena.manifest), {worker}, arena.publisher.version,
-        )  # fmt: skip
-        fresh.writer.forget_source()  # it would keep the arena that it was copied from; each send passes weights
-        process = self._processes().get(worker)
-        try:
-            left = max(0.0, deadline - time.monotonic())
-            fresh.publisher.wait_readers([worker], timeout=left, procs=None if process is None else [process])
-        except WorkerDied:
-            self._lost.add(worker)
-            raise
-        return fresh
-
-    def _wait(self, post: Post, outcome: Outcome, deadline: float) -> None:
-        """Wait until each worker has applied its version, is dead, or the deadline; outcome has what went wrong."""
-        writer, control = post.arena.writer, post.arena.writer.arena.control
-        rows = RowWait(control, writer.peers, (), sorted(post.workers), lambda row: row.acked == post.version)
+    def _wait(self, arena: Arena, outcome: Outcome, deadline: float) -> None:
+        """Wait until each worker has applied what was published, or is dead; `outcome` has those that did not."""
+        writer, control, version = arena.writer, arena.writer.arena.control, arena.publisher.version
+        members = sorted(arena.members - self._lost)
+        rows = RowWait(control, writer.peers, (), members, lambda row: row.acked == version)
 
         def nap() -> None:
             if rows.late:
-                writer.native.wait_acks(post.version, rows.late, slice_until(deadline, 0.005))
+                writer.native.wait_acks(version, rows.late, slice_until(deadline, 0.005))
             else:
                 time.sleep(0.0005)  # a worker is not attached yet
 
@@ -260,23 +229,6 @@ class Sender:
         process = self._processes().get(worker)
         return process is not None and process.exitcode is not None
 
-    def _living(self, chosen: set[int]) -> set[int]:
-        """These workers without the lost. One that is attached again is not lost."""
-        if self._lost:
-            attached = {
-                row.worker
-                for arena in self.arenas
-                for row in arena.writer.arena.control.rows()
-                if row.worker in arena.members and arena.writer.peers.alive(row.owner)
-            }
-            self._lost -= attached
-        living = chosen - self._lost
-        if not living:
-            raise WorkerDied(
-                f"no worker is left to send {self._model_id!r} to; make a new collector", missing=sorted(self._lost)
-            )
-        return living
-
     def _chosen(self, worker_ids: Any) -> set[int]:
         """Worker indices from what users pass: None (all), an index, a device, or a list of these.
 
@@ -296,14 +248,6 @@ class Sender:
                 raise ValueError(f"Worker {each} not registered: the workers are {listed(sorted(everybody))}")
             chosen |= found
         return chosen
-
-    def _make(
-        self, weights: Any, name: str, device: str, dtype: Dtypes, members: set[int], version: int = FIRST
-    ) -> Arena:
-        publisher = Publisher(weights, name=name, device=device, dtype=dtype, first_version=version, **self._options)
-        made = Arena(publisher, members)
-        self.arenas.append(made)
-        return made
 
     def close(self) -> None:
         """End the arenas. Idempotent. Raises WriterBusy for one that another thread writes; call it again then."""

@@ -11,11 +11,8 @@ from tensordict import TensorDictBase
 from torch import nn
 from torchrl.weight_update.utils import _resolve_model
 
-from ...engine.source.manifest_check import same_bytes
-from ...memory.torch_modes import run_plainly
 from ...schemes.devices import HOST, device_of_arena
 from ...schemes.strategy import WeightStrategy
-from . import extra_state
 
 
 class First(NamedTuple):
@@ -24,6 +21,7 @@ class First(NamedTuple):
     sources: dict[int, Any]  # by worker: a module or a TensorDict; workers with the same object share weights
     devices: Mapping[int, Any] = MappingProxyType({})  # of each worker's policy, where it is known
     apart: bool = False  # each worker has its own weights
+    made: bool = False  # by the collector's factories, so nobody in this process trains them
     mapped: Callable[[], dict[int, Any]] | None = None  # makes `sources`, with the values of the moment
 
     def again(self) -> dict[int, Any]:
@@ -86,19 +84,19 @@ def first_weights(
 def _from_context(model_id: str, context: Any) -> First:
     devices = dict(enumerate(context.policy_device))
     model = resolve(context, model_id)
-    factories = list(getattr(context, "policy_factory", None) or ())
+    factories, made = list(getattr(context, "policy_factory", None) or ()), False
     if model is None and model_id == "policy" and any(factories):
         if any(factory is not factories[0] for factory in factories):
             models = {worker: factory() for worker, factory in enumerate(factories) if factory is not None}
             own = {worker: each for worker, each in models.items() if isinstance(each, nn.Module)}
-            return First(own, devices, apart=True)
-        model = factories[0]()
+            return First(own, devices, apart=True, made=True)
+        model, made = factories[0](), True
     if model is None:
         raise ValueError(
             f"the collector has no {model_id!r} in this process; give the scheme its weights before making the "
             f"collector: scheme.init_on_sender(model_id={model_id!r}, model=..., devices=[...])"
         )
-    return First(dict.fromkeys(range(context.num_workers), _module(model, model_id)), devices)
+    return First(dict.fromkeys(range(context.num_workers), _module(model, model_id)), devices, made=made)
 
 
 def resolve(context: Any, model_id: str) -> Any:
@@ -127,61 +125,3 @@ def tensors_of(weights: Any) -> Iterator[torch.Tensor]:
     elif isinstance(weights, (TensorDictBase, Mapping)):
         values: Any = weights.values(True, True) if isinstance(weights, TensorDictBase) else weights.values()
         yield from (value for value in values if isinstance(value, torch.Tensor))
-
-
-class OtherWeights:
-    """Which workers have other weights than the trainer's own model, and what that was when those were sent.
-
-    TorchRL's schemes make the trainer's policy and the workers' one memory, so there the last write counts: an update
-    with weights, or one to the policy. Here they are apart. After an update with other weights, one without sends the
-    policy only if it has changed since. That is decided by its bytes, against a copy made when the other weights were
-    sent: the counters of tensors miss writes through .data and through NumPy. Without an update with other weights
-    there is no copy and no comparison.
-    """
-
-    def __init__(self) -> None:
-        self._workers: set[int] = set()
-        self._then: dict[str, torch.Tensor] = {}
-
-    def kept_by(self, workers: set[int], own: Any) -> set[int]:
-        """Those of these workers that keep what they have in an update without weights."""
-        found = workers & self._workers
-        return set() if found and self._changed(_values(own)) else found
-
-    @run_plainly
-    def sent(self, workers: set[int], weights: Any, own: Any) -> None:
-        """These weights, the model itself perhaps, went to these workers."""
-        others = self._workers - workers
-        if weights is own or _same_memory(weights, own):
-            self._workers = others
-            return
-        values = _values(own)
-        changed = self._changed(values)
-        self._workers = workers if changed else others | workers  # for the others the model has changed since
-        if changed and _kinds(values) == _kinds(self._then):  # into the same memory
-            torch._foreach_copy_(list(self._then.values()), list(values.values()))
-        elif changed:
-            self._then = {key: tensor.detach().clone() for key, tensor in values.items()}
-
-    @run_plainly
-    def _changed(self, values: dict[str, torch.Tensor]) -> bool:
-        then = self._then
-        return _kinds(values) != _kinds(then) or any(
-            not same_bytes(tensor, then[key]) for key, tensor in values.items()
-        )
-
-
-def _kinds(values: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
-    return [(key, tensor.shape, tensor.dtype, tensor.device) for key, tensor in values.items()]
-
-
-def _values(weights: Any) -> dict[str, torch.Tensor]:
-    """The tensors by dotted key; extra state is one of them."""
-    tensors, states = extra_state.separate(weights)
-    return extra_state.flat(tensors) if states is None else extra_state.together(tensors, states)
-
-
-def _same_memory(weights: Any, own: Any) -> bool:
-    """Are these weights tensors of the model, as in TensorDict.from_module(policy)? The first one tells."""
-    first = next(tensors_of(weights), None)
-    return first is not None and any(first.data_ptr() == tensor.data_ptr() for tensor in tensors_of(own))

@@ -128,8 +128,8 @@ def test_workers_have_the_same_number_of_environments(collector):
 def test_the_processes_of_an_async_one_end_with_their_worker_even_if_they_are_stuck(collector):
     env = Vectors("async", functools.partial(Failing, "stay"), 2)
     batches = collector([Vectors("async", Counting, 2), env], Constant())
-    batches._pool.begin_round()
-    pid = batches._pool.members[1].process.pid
+    batches._begin_round()
+    pid = batches._members[1].process.pid
     stuck = [child.pid for child in psutil.Process(pid).children()]
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(shmsync.WorkerDied, match="SIGKILL") as caught:

@@ -112,7 +112,7 @@ def test_what_a_worker_raises_while_it_applies_is_raised_here_with_its_traceback
 
 
 def test_a_worker_that_fails_does_not_keep_the_others_from_applying(collector):
-    collecting = collector(Acting(Remembering()))
+    collecting = collector(Acting(Remembering()), scheme=ShmWeightSyncScheme(per_worker_weights=True))
     weights = {0: Acting(Remembering(["good"])), 1: Acting(Remembering(["bad"]))}
     with pytest.raises(RuntimeError, match="a bad note") as caught:
         collecting.update_policy_weights_(weights)

@@ -65,7 +65,7 @@ ENDS = [the_collector_is_dropped, the_scheme_is_shut_down_first]
 def test_round_after_round_nothing_is_left(start, how):
     after = []
     for _ in range(3):
-        policy, scheme = Tagged(), ShmWeightSyncScheme()
+        policy, scheme = Tagged(), ShmWeightSyncScheme(per_worker_weights=True)
         collecting = start(policy, scheme)
         use(collecting, policy)
         assert len(segments()) >= 1

@@ -26,9 +26,6 @@ def test_each_model_is_updated_by_its_id(collector):
     assert tags(collecting) == [2, 2] and ask(collecting, "env.critic.read") == [10, 10]
     collecting.update_policy_weights_(Critic(20), model_id="env.critic")
     assert tags(collecting) == [2, 2] and ask(collecting, "env.critic.read") == [20, 20]
-    collecting.update_policy_weights_()  # each model has its own last weights
-    collecting.update_policy_weights_(model_id="env.critic")
-    assert tags(collecting) == [2, 2] and ask(collecting, "env.critic.read") == [20, 20]
     collecting.update_policy_weights_(weights_dict={"policy": None, "env.critic": Critic(25)})
     assert tags(collecting) == [2, 2] and ask(collecting, "env.critic.read") == [25, 25]
     collecting.update_policy_weights_(weights_dict={"policy": Tagged(3), "env.critic": {"value": torch.tensor([30.0])}})
@@ -39,7 +36,8 @@ def test_each_model_is_updated_by_its_id(collector):
 
 def test_a_value_net_in_a_transform(collector):
     value = Critic(5)
-    schemes = {"policy": ShmWeightSyncScheme(), VALUE: scheme_of(value, VALUE)}
+    apart = {"per_worker_weights": True}
+    schemes = {"policy": ShmWeightSyncScheme(**apart), VALUE: scheme_of(value, VALUE, **apart)}
     collecting = collector(Tagged(), schemes=schemes, env=environments.valued)
     assert ask(collecting, f"{VALUE}.read") == [5, 5]
     batches = iter(collecting)

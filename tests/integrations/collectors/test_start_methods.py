@@ -19,7 +19,8 @@ from support.torchrl.policies import Tagged, seen
 
 
 def schemes_of_two():
-    return {"policy": ShmWeightSyncScheme(), "env.critic": parts.scheme_of(Critic(1), "env.critic")}
+    policy = ShmWeightSyncScheme(per_worker_weights=True)
+    return {"policy": policy, "env.critic": parts.scheme_of(Critic(1), "env.critic")}
 
 
 def life_of(collecting, policy):

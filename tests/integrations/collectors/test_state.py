@@ -56,7 +56,7 @@ FORMS = {
 
 def test_a_wrong_shape_half_way_through_changes_nothing_anywhere(collector):
     policy = Tagged(1)
-    collecting = collector(policy)  # with one slot, which workers use
+    collecting = collector(policy, scheme=ShmWeightSyncScheme(per_worker_weights=True))
     for form in FORMS.values():
         with pytest.raises(shmsync.ManifestMismatch, match=r"layers\.1 .*\(5,\)") as caught:
             collecting.update_policy_weights_(form(policy))

@@ -24,7 +24,7 @@ def values(module):
 @pytest.fixture
 def sender():
     """A scheme that sends to two workers, not connected yet."""
-    scheme = ShmWeightSyncScheme(timeout=20)
+    scheme = ShmWeightSyncScheme(timeout=20, per_worker_weights=True)
     scheme.model_here = Tagged(1)
     scheme.init_on_sender(model=scheme.model_here, devices=[torch.device("cpu")] * 2, model_id="policy")
     yield scheme

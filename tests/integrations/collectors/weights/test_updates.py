@@ -47,7 +47,7 @@ def test_a_partial_update_changes_what_it_names(collector):
 
 
 def test_each_worker_can_get_weights_of_its_own(collector):
-    collecting = collector(Tagged())
+    collecting = collector(Tagged(), scheme=ShmWeightSyncScheme(per_worker_weights=True))
     collecting.update_policy_weights_({0: TensorDict.from_module(Tagged(1)), 1: Tagged(2).state_dict()})
     assert tags(collecting) == [1, 2]
     collecting.update_policy_weights_({1: Tagged(3)})
@@ -63,7 +63,7 @@ def test_each_worker_can_get_weights_of_its_own(collector):
 
 def test_worker_ids_choose_workers_by_index_and_by_device(collector):
     policy, device = Tagged(), torch.device("cuda:3")
-    scheme = ShmWeightSyncScheme()
+    scheme = ShmWeightSyncScheme(per_worker_weights=True)
     scheme.init_on_sender(model=policy, devices=[torch.device("cpu"), device], model_id="policy")
     collecting = collector(policy, scheme=scheme)
     for tag, worker_ids in enumerate((1, [1], "cuda:3", device, ["cuda:3"], [device]), 1):
@@ -73,6 +73,21 @@ def test_worker_ids_choose_workers_by_index_and_by_device(collector):
     policy.set(9)
     collecting.update_policy_weights_(worker_ids=[0, 1])
     assert tags(collecting) == [9, 9]
+
+
+def test_workers_that_share_their_weights_get_the_same_updates(collector):
+    policy = Tagged()
+    collecting = collector(policy)
+    other = Tagged(3)
+    for weights, worker_ids in ((Tagged(1), [0]), ({0: Tagged(1), 1: Tagged(2)}, None), ({1: Tagged(1)}, None)):
+        with pytest.raises(ValueError, match=r"workers \[0, 1\] share their weights.*per_worker_weights=True"):
+            collecting.update_policy_weights_(weights, worker_ids=worker_ids)
+    assert tags(collecting) == [0, 0]
+    collecting.update_policy_weights_({0: other, 1: other})
+    assert tags(collecting) == [3, 3]
+    policy.set(4)
+    collecting.update_policy_weights_(worker_ids=[0, 1])
+    assert tags(collecting) == [4, 4]
 
 
 def test_an_unknown_worker_is_refused_and_nothing_is_sent(collector):

@@ -125,10 +125,8 @@ def test_running_free_into_a_replay_buffer(collector):
     assert len(true(frames)) >= 5
 
 
-def test_versions_go_on_when_workers_part_and_meet(collector):
-    """Each worker counts the updates that it got."""
-    policy = Tagged()
-    collecting = collector(policy)
+def test_each_worker_counts_the_updates_that_it_got(collector):
+    collecting = collector(Tagged(), scheme=ShmWeightSyncScheme(per_worker_weights=True))
     batches = iter(collecting)
     counts = [0, 0]
     for worker_ids in ([0], [0], None, [1], None, [0, 1]):

@@ -1,0 +1,60 @@
+"""One worker process of a collector as the trainer sees it: its pipes, its orders, and how it was lost."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ..errors import WorkerDied
+from ..workers.process import Process
+from . import buffers
+from .collector_process import COLLECT, WorkerSpec, run
+
+_log = logging.getLogger("shmsync")
+
+
+class Member(Process):
+    """One worker process; besides its pipe for messages it has one for weights."""
+
+    def __init__(self, context: Any, spec: WorkerSpec) -> None:
+        self.index = spec.index
+        self.joined = False  # it has its weights and knows its buffers
+        self.delivered = False  # a batch since it was started
+        self.orders: list[int] = []  # the buffers that it has to fill
+        self.layout: tuple[buffers.Leaves, int] | None = None  # of a frame, and the number of its environments
+        self.weights, weights_there = context.Pipe()
+        try:
+            super().__init__(context, f"collector {spec.index}", run, (weights_there, spec), seed=spec.seed)
+        finally:
+            weights_there.close()
+
+    def raise_loss(self) -> None:
+        """Raise what it failed with, as an exception that may end a loop or a program, or WorkerDied."""
+        if self.failure is None:
+            raise WorkerDied(
+                f"collector worker {self.index} died ({self.how}). Its unfinished frames are lost; "
+                "restart_workers=True restarts such a worker",
+                missing=[self.index],
+            )
+        self.reported = True
+        error = self.failure.exception()
+        if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
+            # StopIteration would end the trainer's loop as if all frames were there, as in PEP 479.
+            error = RuntimeError(self.failure.summary)
+        raise error from RuntimeError(f"collector worker {self.index} failed:\n{self.failure.trace}")
+
+    def log_loss(self) -> None:
+        """Log its failure, unless a call has raised it."""
+        if self.failure is not None and not self.reported:
+            self.reported = True
+            _log.warning("collector worker %d failed:\n%s", self.index, self.failure.trace)
+
+    def order(self, buffer: int) -> None:
+        """Let it fill this buffer."""
+        self.orders.append(buffer)
+        self.send(COLLECT, buffer)
+
+    def close(self) -> None:
+        """As Process.close(); closes its pipe for weights too."""
+        super().close()
+        self.weights.close()
