@@ -12,22 +12,25 @@ from contextlib import ExitStack, suppress
 from multiprocessing import util
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...engine.deadlines import check_worker, deadline_after, slice_until
 from ...engine.outcome import Outcome, Wording, listed
 from ...engine.publisher import Publisher, writer_of
+from ...engine.source.manifest_check import same_bytes
 from ...engine.source.sources import EVERYTHING, collect
 from ...engine.write.acks import RowWait
 from ...errors import ManifestMismatch, WorkerDied
 from ...memory.leftovers import new_name
 from ...memory.process import Peer
+from ...memory.torch_modes import run_plainly
 from ...schemes.devices import WorkerDevices
 from ...schemes.sender import SendLock
 from . import extra_state
 from .failures import Failures
 from .frames import FIRST
-from .weights import First
+from .weights import First, same_memory, values_of
 
 WORDING = Wording(
     "a worker applies between two forwards of its policy",
@@ -43,7 +46,7 @@ class Arena:
 
     def __init__(self, members: set[int], place: str) -> None:
         self.name, self.members, self.place = new_name(), members, place
-        self.given: Any = None  # the last weights that were sent
+        self._own: dict[str, torch.Tensor] | None = None  # see keeps()
 
     def open(self, weights: Any, **options: Any) -> None:
         """Make it, with its first weights. Raises as Publisher()."""
@@ -64,6 +67,27 @@ class Arena:
         if states is None and self.room and isinstance(tensors, nn.Module):
             return extra_state.flat(tensors)  # a module must have every leaf; the state that lies here stays
         return extra_state.together(tensors, states, self.room)
+
+    @run_plainly
+    def sent(self, weights: Any, own: Any) -> None:
+        """Note that these weights lie here now: the trainer's own model, or others."""
+        itself = weights is own or same_memory(weights, own)
+        self._own = None if itself else {key: tensor.detach().clone() for key, tensor in values_of(own).items()}
+
+    @run_plainly
+    def keeps(self, own: Any) -> bool:
+        """Does an update without weights leave here what it finds?
+
+        TorchRL's schemes make the trainer's policy and the workers' one memory, so there the last write counts: an
+        update with weights, or one to the policy. Here they are apart. After other weights, the policy is sent only if
+        it has changed since, by its bytes: the counters of tensors miss writes through .data and through NumPy.
+        """
+        now = {} if self._own is None else values_of(own)
+        return (
+            self._own is not None
+            and self._own.keys() == now.keys()
+            and all(then.dtype == now[key].dtype and same_bytes(then, now[key]) for key, then in self._own.items())
+        )
 
 
 class Sender:
@@ -141,28 +165,30 @@ class Sender:
             outcome.failed.update(self.failures.received())
             outcome.check(f"an earlier version of {self._model_id!r}; nothing was published now", None)
             plan = self._plan(weights if by_worker else dict.fromkeys(chosen, weights), chosen, model, prepare)
-            for arena, source, _ in plan if len(plan) > 1 else ():  # all is checked before any of it is written
-                self._explained(arena.writer.check_weights, source, deadline)
-            for arena, source, given in plan:
-                self._explained(arena.writer.publish, source, deadline)
-                arena.given = given
+            for arena, source, _, _ in plan if len(plan) > 1 else ():  # all is checked before any of it is written
+                if source is not None:
+                    self._explained(arena.writer.check_weights, source, deadline)
+            for arena, source, given, own in plan:
+                if source is not None:
+                    self._explained(arena.writer.publish, source, deadline)
+                    arena.sent(given, own)
             self._version += 1
-            for arena, _, _ in plan if wait else ():
+            for arena, *_ in plan if wait else ():
                 self._wait(arena, outcome, deadline)
             outcome.check(f"version {self._version} of {self._model_id!r}", self._version)
             return self._version
 
     def _plan(
         self, given: Mapping[int, Any], chosen: set[int], model: Any, prepare: Callable[[Any], Any]
-    ) -> list[tuple[Arena, Any, Any]]:
-        """What to publish in each arena, and of which given weights. Raises as send()."""
+    ) -> list[tuple[Arena, Any, Any, Any]]:
+        """For each arena: what to publish, or None; of which weights; the trainer's model. Raises as send()."""
         living = chosen - self._lost
         if not living:
             raise WorkerDied(
                 f"no worker is left to send {self._model_id!r} to; make a new collector", missing=sorted(self._lost)
             )
-        own = self.first.again() if model is None else dict.fromkeys(self.first.sources, model)
-        plan: list[tuple[Arena, Any, Any]] = []
+        models = self.first.again() if model is None else dict.fromkeys(self.first.sources, model)
+        plan: list[tuple[Arena, Any, Any, Any]] = []
         prepared: dict[int, Any] = {}  # by the id of the weights
         for arena in self.arenas:
             members = arena.members - self._lost
@@ -174,11 +200,13 @@ class Sender:
                     f"workers {sorted(members)} share their weights, and this update is not the same for all of them; "
                     "make the scheme with per_worker_weights=True"
                 )
-            if weights is None:  # what a factory has made here is no module that anybody trains
-                weights = arena.given if self.first.made and arena.given is not None else own[min(members)]
-            if id(weights) not in prepared:
-                prepared[id(weights)] = prepare(weights)
-            plan.append((arena, arena.source(prepared[id(weights)], strict=self._strict), weights))
+            own, source = models[min(members)], None
+            if weights is not None or not arena.keeps(own):
+                weights = own if weights is None else weights
+                if id(weights) not in prepared:
+                    prepared[id(weights)] = prepare(weights)
+                source = arena.source(prepared[id(weights)], strict=self._strict)
+            plan.append((arena, source, weights, own))
         return plan
 
     def _explained(self, call: Callable[..., Any], *args: Any) -> Any:

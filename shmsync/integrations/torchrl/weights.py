@@ -13,6 +13,7 @@ from torchrl.weight_update.utils import _resolve_model
 
 from ...schemes.devices import HOST, device_of_arena
 from ...schemes.strategy import WeightStrategy
+from . import extra_state
 
 
 class First(NamedTuple):
@@ -21,7 +22,6 @@ class First(NamedTuple):
     sources: dict[int, Any]  # by worker: a module or a TensorDict; workers with the same object share weights
     devices: Mapping[int, Any] = MappingProxyType({})  # of each worker's policy, where it is known
     apart: bool = False  # each worker has its own weights
-    made: bool = False  # by the collector's factories, so nobody in this process trains them
     mapped: Callable[[], dict[int, Any]] | None = None  # makes `sources`, with the values of the moment
 
     def again(self) -> dict[int, Any]:
@@ -84,19 +84,19 @@ def first_weights(
 def _from_context(model_id: str, context: Any) -> First:
     devices = dict(enumerate(context.policy_device))
     model = resolve(context, model_id)
-    factories, made = list(getattr(context, "policy_factory", None) or ()), False
+    factories = list(getattr(context, "policy_factory", None) or ())
     if model is None and model_id == "policy" and any(factories):
         if any(factory is not factories[0] for factory in factories):
             models = {worker: factory() for worker, factory in enumerate(factories) if factory is not None}
             own = {worker: each for worker, each in models.items() if isinstance(each, nn.Module)}
-            return First(own, devices, apart=True, made=True)
-        model, made = factories[0](), True
+            return First(own, devices, apart=True)
+        model = factories[0]()
     if model is None:
         raise ValueError(
             f"the collector has no {model_id!r} in this process; give the scheme its weights before making the "
             f"collector: scheme.init_on_sender(model_id={model_id!r}, model=..., devices=[...])"
         )
-    return First(dict.fromkeys(range(context.num_workers), _module(model, model_id)), devices, made=made)
+    return First(dict.fromkeys(range(context.num_workers), _module(model, model_id)), devices)
 
 
 def resolve(context: Any, model_id: str) -> Any:
@@ -125,3 +125,15 @@ def tensors_of(weights: Any) -> Iterator[torch.Tensor]:
     elif isinstance(weights, (TensorDictBase, Mapping)):
         values: Any = weights.values(True, True) if isinstance(weights, TensorDictBase) else weights.values()
         yield from (value for value in values if isinstance(value, torch.Tensor))
+
+
+def values_of(weights: Any) -> dict[str, torch.Tensor]:
+    """The tensors by dotted key; extra state is one of them."""
+    tensors, states = extra_state.separate(weights)
+    return extra_state.flat(tensors) if states is None else extra_state.together(tensors, states)
+
+
+def same_memory(weights: Any, own: Any) -> bool:
+    """Are these weights tensors of the model, as in TensorDict.from_module(policy)? The first one tells."""
+    first = next(tensors_of(weights), None)
+    return first is not None and any(first.data_ptr() == tensor.data_ptr() for tensor in tensors_of(own))

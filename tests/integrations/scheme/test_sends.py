@@ -110,17 +110,19 @@ def test_updates_in_any_order(pair, options):
     own, workers = linear(), 3
     made = pair(own, workers=workers, **options)
     value, have = 0, [0] * workers
+    at_others = [None] * workers  # the policy's value when other weights went to the worker
     for _ in range(40):
         chosen = draw.choice([None, [0], [1, 2], [0, 1, 2], [2]]) if options.get("per_worker_weights") else None
         reached = range(workers) if chosen is None else chosen
         step = draw.choice(["write", "write again", "others", "others by worker", "policy", "nothing", "nothing"])
         if step.startswith("write"):
-            value += step == "write"
+            value += step == "write"  # the same values once more are no change
             filled(own, value)
         elif step in ("policy", "nothing"):
             made.sender.send(own if step == "policy" else None, chosen)
             for worker in reached:
-                have[worker] = value
+                if step == "policy" or at_others[worker] != value:
+                    have[worker], at_others[worker] = value, None
         else:
             other = draw.randrange(1000, 2000)
             apart = step == "others by worker" and options.get("per_worker_weights")
@@ -131,6 +133,19 @@ def test_updates_in_any_order(pair, options):
                 made.sender.send(draw.choice([sent, sent.state_dict(), dict.fromkeys(reached, sent)]), chosen)
             filled(sent, -1.0)  # it may change afterwards
             for worker in reached:
-                have[worker] = other + worker * bool(apart)
+                have[worker], at_others[worker] = other + worker * bool(apart), value
         for worker in range(workers):
             assert made.weights("weight")[worker].unique().tolist() == [have[worker]], (step, chosen)
+
+
+def test_extra_state_alone_may_change(pair):
+    own = Counting()
+    made = pair(own, workers=1)
+    other = Counting()
+    other.words = ["other"]
+    made.sender.send(other)
+    made.sender.send(None)
+    assert made.models[0].words == ["other"]
+    own.words = ["own"]
+    made.sender.send(None)
+    assert made.models[0].words == ["own"]

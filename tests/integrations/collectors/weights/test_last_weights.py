@@ -1,8 +1,7 @@
-"""What an update without weights sends: the policy as it is now; where there is none, the last weights."""
+"""What update_policy_weights_() without weights sends: the policy if it has changed, else the last weights again."""
 
 from __future__ import annotations
 
-import pytest
 from tensordict import TensorDict
 
 from support.torchrl.parts import tags
@@ -19,24 +18,35 @@ FORMS = {
 }
 
 
-def test_an_update_without_weights_sends_the_policy_as_it_is(collector):
+def test_the_last_weights_stay_until_the_policy_changes(collector):
     policy = Tagged()
     collecting = collector(policy)
     batches = iter(collecting)
     for number, (name, form) in enumerate(FORMS.items(), 1):
-        collecting.update_policy_weights_(form(100 + number))
-        assert tags(collecting) == [100 + number] * 2, name  # before the update returns
+        for tag in (100 + number, 200 + number):
+            collecting.update_policy_weights_(form(tag))
+            assert tags(collecting) == [tag, tag], name  # before the update returns
+            for _ in range(2):
+                collecting.update_policy_weights_()
+                assert tags(collecting) == [tag, tag], name
         policy.set(number)
         collecting.update_policy_weights_()
         assert tags(collecting) == [number, number], name
         assert seen(next(batches)).unique().tolist() == [number]
 
 
-@pytest.mark.parametrize("factories", [[lambda: Tagged(1), lambda: Tagged(1)], lambda: Tagged(1)])
-def test_workers_with_policies_of_their_own_keep_their_last_weights(collector, factories):
-    collecting = collector(policy_factory=factories)
+def test_workers_with_policies_of_their_own_keep_their_last_weights(collector):
+    made = [Tagged(1), Tagged(2)]
+    collecting = collector(policy_factory=[lambda: made[0], lambda: made[1]])
     collecting.update_policy_weights_()
-    assert tags(collecting) == [1, 1]
-    collecting.update_policy_weights_(Tagged(5))
+    assert tags(collecting) == [1, 2]
+    collecting.update_policy_weights_({0: Tagged(5), 1: TensorDict.from_module(Tagged(6))})
     collecting.update_policy_weights_()
-    assert tags(collecting) == [5, 5]
+    assert tags(collecting) == [5, 6]
+    made[1].set(7)
+    collecting.update_policy_weights_()
+    assert tags(collecting) == [5, 7]
+    collecting.update_policy_weights_({1: Tagged(8)})
+    made[0].set(9)
+    collecting.update_policy_weights_()
+    assert tags(collecting) == [9, 8]
