@@ -18,7 +18,7 @@ from ..errors import ClosedError, DeviceFailed, NoSpace
 from . import segment, slab
 from .devices import Device, OnDevice, has_address
 from .manifest import Key, Leaf, Manifest, fingerprint, tree
-from .process import Peer, close, me, refusals
+from .process import Peer, me, refusals
 from .slab import Slab
 from .torch_modes import plainly, run_plainly
 
@@ -211,8 +211,6 @@ class Arena:
             self.pinned = None
         if self._slab is not None and self.on_device is not None:
             _free_on_device(self.on_device, self.control)
-            if self._slab.writable is not None:
-                close(self._slab.fd)
         self._slab = None
         self._views.clear()
         self._weights.clear()
@@ -239,10 +237,11 @@ def create(
         else:
             size = slab.slab_bytes(slots, manifest.slot_bytes)
             try:
-                memory = slab.on_device(device, size)
+                storage = device.allocate(size)
             except NoSpace:  # what closed publishers have kept is freed only now: that may wait for the whole device
                 free_unused()
-                memory = slab.on_device(device, size)
+                storage = device.allocate(size)
+            memory = Slab(storage, storage)
         try:
             on_device = None if device is None else OnDevice(device, memory.readonly)
             created = segment.create(
@@ -266,7 +265,6 @@ def create(
         except BaseException:
             if device is not None:
                 device.free(memory.readonly)
-                close(memory.fd)
             raise
         return Arena(created.control, memory, manifest, slots, session, on_device), created
 

@@ -84,7 +84,7 @@ def _mapped(
             undo.callback(control.reap, row, owner, owner)
             on_device = OnDevice(device, storage, _native.DeviceReads(control, row, owner))
             undo.pop_all()
-        memory = slab.Slab(storage, None, -1, 0)
+        memory = slab.Slab(storage, None)
     peers.keep_only({header.owner})  # the pidfds of other readers served _claim() only
     arena = Arena(control, memory, manifest, header.slots, header.session, on_device)
     return Attached(arena, header.owner, row, owner)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import psutil
 
@@ -56,8 +56,8 @@ class Slab(NamedTuple):
 
     readonly: torch.UntypedStorage
     writable: torch.UntypedStorage | None
-    fd: int  # by which subscribers open it; -1 in a subscriber
-    inode: int
+    fd: int = -1  # by which subscribers open a publisher's memfd
+    inode: int = 0
 
 
 def slab_bytes(slots: int, slot_bytes: int) -> int:
@@ -101,18 +101,6 @@ def create(slots: int, slot_bytes: int, session: bytes, name: str) -> Slab:
         return slab
 
 
-def on_device(device: Any, size: int) -> Slab:
-    """A slab that lies on a device. Its descriptor is of an empty file, which is there as long as this program runs."""
-    fd = os.memfd_create("shmsync-owner", os.MFD_CLOEXEC)
-    try:
-        inode = os.fstat(fd).st_ino
-        storage = device.allocate(size)
-    except BaseException:
-        close(fd)
-        raise
-    return Slab(storage, storage, fd, inode)
-
-
 def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes, name: str) -> Slab:
     """Map the slab of a live publisher read-only, after checking that it is the one its header describes.
 
@@ -126,7 +114,7 @@ def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes,
                 f"the slab of arena {name!r} has session {stamp.hex()} but the header says {session.hex()}; restart "
                 "the publisher, and attach again"
             )
-        slab = Slab(map_readonly(opened, expected_bytes), None, -1, inode)
+        slab = Slab(map_readonly(opened, expected_bytes), None)
         _explain_faults(slab.readonly, expected_bytes, name)
         return slab
 

@@ -24,10 +24,10 @@ namespace shmsync {
 static_assert(std::endian::native == std::endian::little, "shmsync lays its words out little-endian");
 
 inline constexpr std::uint64_t kMagic = 0x31434e59534d4853;  // "SHMSYNC1"
-inline constexpr std::uint32_t kAbi = 7;                     // any change to this file, or to the manifest, raises it
+inline constexpr std::uint32_t kAbi = 8;                     // any change to this file, or to the manifest, raises it
 inline constexpr std::uint32_t kEndianTag = 0x01020304;
 inline constexpr std::size_t kLine = 128;
-inline constexpr std::size_t kHandleBytes = 96;
+inline constexpr std::size_t kHandleBytes = 80;
 inline constexpr std::size_t kPage = 65536;  // the largest page size of the systems we run on (arm64)
 inline constexpr std::uint32_t kMaxSlots = 127;
 inline constexpr std::uint32_t kMaxDeviceSlots = 64;  // bits of `held`

@@ -11,6 +11,7 @@ would then deadlock.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -21,6 +22,7 @@ import torch
 from ...errors import ArenaNotFound, DeviceFailed, NoSpace, ProtocolError, ShmSyncError
 from ..torch_modes import plainly
 
+UUID_SIZE = 16  # bytes
 HANDLE_SIZE = 64  # bytes of CUDA's own handles
 
 STREAM_NON_BLOCKING = 1  # such a stream does not wait for the default stream, nor that one for it
@@ -116,6 +118,27 @@ class CudaCalls:
             return (self._runtime.cudaError_t(code),)
         except ValueError:  # a code that the bindings are too old for
             return (code,)
+
+
+class Block:
+    """Memory of a GPU that goes with the last tensor over it, perhaps in the middle of a garbage collection.
+
+    Args:
+        address: where it begins in this process.
+        size: bytes that can be used.
+        gone: called with no argument when the last reference is gone. Not at the end of the process, whose memory goes
+            with it.
+    """
+
+    def __init__(self, address: int, size: int, gone: Callable[[], None]) -> None:
+        self.address = address
+        self.size = size
+        weakref.finalize(self, gone).atexit = False
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """The memory as bytes, for torch."""
+        return {"shape": (self.size,), "typestr": "|u1", "data": (self.address, False), "strides": None, "version": 3}
 
 
 class TorchSide:

@@ -13,23 +13,26 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from ... import _native
-from ...errors import ArenaCorrupt, DeviceFailed, ForkedHandle, NoSpace, ProtocolError
+from ...errors import DeviceFailed, ForkedHandle, NoSpace, ProtocolError
 from ..slab import refuse_too_large
 from ..torch_modes import plainly
-from .blocks import Block, Blocks, SlabHandle, unpacked
 from .calls import (
     CAPTURE_ELSEWHERE,
     EVENT_NO_TIMING,
+    HANDLE_SIZE,
     HOST_PORTABLE,
     HOST_READ_ONLY,
     NOT_READY,
     STREAM_NON_BLOCKING,
+    UUID_SIZE,
     Answer,
+    Block,
     CudaCalls,
     CudaError,
     TorchSide,
@@ -125,7 +128,7 @@ class Gpu:
         self.torch_device = torch.device("cuda", index)
         self._index, self._calls, self._side = index, calls, side
         self._uuid = uuid_of(calls, index)
-        self._blocks = Blocks(self._unmap)
+        self._exported: weakref.WeakValueDictionary[bytes, torch.UntypedStorage] = weakref.WeakValueDictionary()
         self._events: dict[int, list[int]] = {}  # by GPU: those that may be used again
         self._probe: GpuStream | None = None
         self._recording: GpuStream | None = None
@@ -150,30 +153,36 @@ class Gpu:
                     f"slots, a smaller dtype=, exclude= what workers do not need{more if kept else ''}"
                 )
             address = int(self._call(doing, "cudaMalloc", whole, needed=whole))
-            block = Block(address, size, lambda: self._give_back(lambda: self._calls.cudaFree(address)))
-            return self._storage(self._blocks.add(block))
+            return self._storage(Block(address, size, lambda: self._give_back(lambda: self._calls.cudaFree(address))))
 
     def export(self, storage: torch.UntypedStorage) -> bytes:
-        """By what another process of this machine opens it; at most HANDLE_BYTES."""
-        address = storage.data_ptr()
-        block = self._blocks.at(address)
-        if block is None:
-            raise ValueError(f"{address:#x} is not where memory begins that was allocated on {self.name} for an arena")
+        """By what another process of this machine opens it, HANDLE_BYTES: the GPU's UUID, and CUDA's own handle.
+
+        Processes may see the same GPU under different numbers.
+        """
         with self._here():
-            memory = self._call("sharing memory", "cudaIpcGetMemHandle", address)
-        self._blocks.exported(memory, block)
-        return SlabHandle(block.size, self._uuid, memory).packed()
+            memory: bytes = self._call("sharing memory", "cudaIpcGetMemHandle", storage.data_ptr())
+        self._exported[memory] = storage
+        return self._uuid + memory
 
     def open(self, handle: bytes, size: int) -> torch.UntypedStorage:
-        """The memory that another process, which lives, has exported. Raises ArenaNotFound, ArenaCorrupt, NoSpace.
+        """The memory that a process, which lives, has exported. Raises ArenaNotFound, NoSpace.
 
-        The same memory is mapped once in a process, however often it is opened.
+        CUDA maps the same memory once in a process, and counts how often it is opened and closed. It opens no handle
+        in the process that made it.
         """
-        given = unpacked(handle)
-        if given.size != size:
-            raise ArenaCorrupt(f"the memory of the publisher has {given.size:,} bytes, but its arena needs {size:,}")
+        memory = handle[UUID_SIZE : UUID_SIZE + HANDLE_SIZE]
+        own = self._exported.get(memory)
+        if own is not None:
+            return own
         with self._here():
-            return self._storage(self._blocks.opened(given.memory, size, lambda: self._map(given.memory)))
+            answer = self._calls.cudaIpcOpenMemHandle(memory)
+            if int(answer[0]):
+                error = _error(self._calls, "cudaIpcOpenMemHandle", answer)
+                raise not_opened(error, self.name) from error
+            address = int(answer[1])
+            close = partial(self._calls.cudaIpcCloseMemHandle, address)
+            return self._storage(Block(address, size, lambda: self._give_back(close)))
 
     def free(self, storage: torch.UntypedStorage) -> None:
         """Give allocated or opened memory back: nothing to do, for a block goes with the last tensor over it."""
@@ -408,16 +417,6 @@ class Gpu:
                 self._calls.cudaGetLastError()  # else torch's next call would be blamed for it
             if not int(code):
                 self._calls.restore(before)
-
-    def _map(self, memory: bytes) -> int:
-        answer = self._calls.cudaIpcOpenMemHandle(memory)
-        if int(answer[0]):
-            error = _error(self._calls, "cudaIpcOpenMemHandle", answer)
-            raise not_opened(error, self.name) from error
-        return int(answer[1])
-
-    def _unmap(self, address: int) -> None:
-        self._give_back(lambda: self._calls.cudaIpcCloseMemHandle(address))
 
     def _storage(self, block: Block) -> torch.UntypedStorage:
         try:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import threading
 from functools import lru_cache
+from uuid import UUID
 
 import torch
 
 from ... import _native
 from ...errors import ArenaNotFound, DeviceFailed, ForkedHandle
-from .blocks import named, unpacked
-from .calls import CudaCalls, TorchSide
+from .calls import UUID_SIZE, CudaCalls, TorchSide
 from .gpu import Gpu, uuid_of
 
 _DRIVER = "libcuda.so.1"
@@ -43,9 +43,9 @@ def holder(handle: bytes, arena: str) -> Gpu:
 
     It may have another number here than in the process of the publisher.
 
-    Raises ArenaNotFound if this process does not see it, ArenaCorrupt for no handle, and what device() raises.
+    Raises ArenaNotFound if this process does not see it, and what device() raises.
     """
-    uuid = unpacked(handle).uuid
+    uuid = handle[:UUID_SIZE]
     with _lock:
         calls, side, _ = _used(_native.fork_generation())
         seen = [uuid_of(calls, index) for index in range(side.count())]
@@ -56,6 +56,11 @@ def holder(handle: bytes, arena: str) -> Gpu:
                 "of the list), in a container --gpus; or publish with device='cpu'"
             )
         return device(seen.index(uuid))
+
+
+def named(uuid: bytes) -> str:
+    """A UUID as nvidia-smi writes it."""
+    return f"GPU-{UUID(bytes=uuid)}"
 
 
 def reason() -> str | None:

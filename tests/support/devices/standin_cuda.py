@@ -107,7 +107,8 @@ class Proxy:
         self.graphs = {}  # handles of streams that torch captures: what they were given
         self.streams = {}
         self.events = {}  # handle: [GPU, Event or None]
-        self.mappings = {}  # address: [users, handle]
+        self.mappings = {}  # address: memory of another process
+        self.users = Counter()  # of each
         self.capturing = set()  # handles of streams
         self.modes = threading.local()
         self._defaults = {}
@@ -281,14 +282,15 @@ class Proxy:
             return self._wrong(1), 0
         if pid == self.pid:
             return self._wrong(201), 0  # CUDA does not open its own
-        if memory.address in self.mappings:
-            return self._wrong(208), 0
         self.mappings[memory.address] = memory
+        self.users[memory.address] += 1
         return Code(0), memory.address  # the whole block's beginning
 
     @recorded()
     def cudaIpcCloseMemHandle(self, address):
-        del self.mappings[address]
+        self.users[address] -= 1
+        if not self.users[address]:
+            del self.mappings[address]
         return (Code(0),)
 
     @recorded(None)

@@ -11,7 +11,7 @@ from shmsync import _native
 from shmsync.memory.manifest import fingerprint
 from support.processes import segment_path
 
-IDENTITY = struct.Struct("<QIIQ16sQ16sQIIQIiQQQQII96s24s")
+IDENTITY = struct.Struct("<QIIQ16sQ16sQIIQIiQQQQII80s40s")
 FIELDS = (
     "magic", "abi", "endian", "segment_bytes", "session", "owner", "boot_id", "pid_namespace", "slots", "readers",
     "slot_bytes", "slab_kind", "slab_fd", "slab_inode", "manifest_offset", "manifest_bytes", "fingerprint", "crc",

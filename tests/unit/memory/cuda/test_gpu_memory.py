@@ -3,8 +3,7 @@
 import pytest
 
 from shmsync import _native
-from shmsync.errors import ArenaCorrupt, ArenaNotFound, DeviceFailed, NoSpace
-from shmsync.memory.cuda.blocks import unpacked
+from shmsync.errors import ArenaNotFound, DeviceFailed, NoSpace
 from shmsync.memory.cuda.gpu import WHOLE_BLOCKS
 from support.devices.standin_cuda import BLOCK, MEMORY, gpu, left, two_processes
 from support.devices.standin_torch import tensor
@@ -60,7 +59,6 @@ def test_memory_is_mapped_once_in_a_process_and_unmapped_with_the_last_tensor():
     assert left(worker) == {"mappings": 1}
     del view
     assert left(worker) == {}
-    assert not worker._blocks._open
     assert worker.open(handle, 100).nbytes() == 100  # and mapped again
 
 
@@ -102,23 +100,11 @@ def test_a_torch_that_copies_instead_of_sharing_is_noticed():
     assert left(device) == {}
 
 
-def changed(handle, **fields):
-    return unpacked(handle)._replace(**fields).packed()
-
-
-@pytest.mark.parametrize(
-    ("damage", "error", "words"),
-    [
-        (lambda handle: b"\0" * 96, ArenaCorrupt, "begins with"),
-        (lambda handle: handle[:50], ArenaCorrupt, "has 50 bytes"),
-        (lambda handle: handle[:4] + b"\x09" + handle[5:], ArenaCorrupt, "version 9"),
-        (lambda handle: changed(handle, size=77), ArenaCorrupt, "has 77 bytes, but its arena needs 100"),
-        (lambda handle: changed(handle, memory=b"y" * 64), ArenaNotFound, "could not be opened.*its new arena"),
-    ],
-)
-def test_a_handle_that_is_not_right_is_refused(damage, error, words):
+def test_memory_that_is_gone_is_not_opened():
     trainer, worker = two_processes()
     mine = trainer.allocate(100)
-    with pytest.raises(error, match=words):
-        worker.open(damage(trainer.export(mine)), 100)
+    handle = trainer.export(mine)
+    del mine
+    with pytest.raises(ArenaNotFound, match="could not be opened.*its new arena"):
+        worker.open(handle, 100)
     assert left(worker) == {}
