@@ -94,11 +94,7 @@ bool Follower::renew(std::uint32_t slot) {
     ops_.push_back({static_cast<std::byte*>(t.data) + t.byte_offset, from + each.offset, each.bytes});
     total += each.bytes;
   }
-  const unsigned threads = copying_threads(total);
-  {
-    const WithoutGil released;
-    copy(ops_.data(), ops_.size(), CopyPath::automatic, threads);
-  }
+  copy_all(ops_, total);
   if (counted_.size() != 0) {  // as copy_() does, for autograd's checks
     static const nb::handle increment =
         nb::object(nb::module_::import_("torch.autograd.graph").attr("increment_version")).release();

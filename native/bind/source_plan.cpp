@@ -108,9 +108,7 @@ class SourcePlan {
     ops_.clear();
     for (const Row& row : rows_)
       ops_.push_back({reinterpret_cast<std::byte*>(slot) + row.offset, leaves_[row.leaf].address, row.bytes});
-    const unsigned threads = copying_threads(bytes_);
-    const WithoutGil released;
-    copy(ops_.data(), ops_.size(), CopyPath::automatic, threads);
+    copy_all(ops_, bytes_);
   }
 
   bool overlaps(const Ranges& ranges) const {

@@ -111,10 +111,13 @@ bool surely_plain(PyObject* tensor) {
   return holds(tensor, static_cast<const std::byte*>(t.data) + t.byte_offset, extent(t) * t.bits / 8);
 }
 
-unsigned copying_threads(std::uint64_t bytes) {
-  if (bytes < kShareAbove) return 1;
+void copy_all(const std::vector<CopyOp>& ops, std::uint64_t bytes) {
+  constexpr std::uint64_t kBrief = 64 << 10;  // some 10 us
+  if (bytes <= kBrief) return copy(ops.data(), ops.size(), CopyPath::automatic, 1);
   static const nb::handle get_num_threads = nb::object(nb::module_::import_("torch").attr("get_num_threads")).release();
-  return nb::cast<unsigned>(get_num_threads());
+  const unsigned threads = bytes < kShareAbove ? 1 : nb::cast<unsigned>(get_num_threads());
+  const WithoutGil released;
+  copy(ops.data(), ops.size(), CopyPath::automatic, threads);
 }
 
 void set_data(const nb::list& tensors, const nb::list& views) {
@@ -150,9 +153,7 @@ void bind_sources(nb::module_& m) {
           ops.push_back({reinterpret_cast<std::byte*>(to), reinterpret_cast<const std::byte*>(from), bytes});
           total += bytes;
         }
-        const unsigned threads = copying_threads(total);
-        const WithoutGil released;
-        copy(ops.data(), ops.size(), CopyPath::automatic, threads);
+        copy_all(ops, total);
       },
       "table"_a, "Copy each (destination, source, bytes); the GIL is released.");
 }

@@ -78,8 +78,9 @@ bool holds(nanobind::handle tensor, const std::byte* address, std::size_t bytes)
 // tensor.data = view for each pair, by the attribute's own setter: a loop in Python costs half as much again.
 void set_data(const nanobind::list& tensors, const nanobind::list& views);
 
-// How many threads may copy so many bytes: as many as torch uses, asked only where several would pay. Needs the GIL.
-unsigned copying_threads(std::uint64_t bytes);
+// Copies so many bytes in all: by as many threads as torch uses, where several pay, and without the GIL, where the copy
+// takes longer than another thread may keep it. Needs the GIL.
+void copy_all(const std::vector<CopyOp>& ops, std::uint64_t bytes);
 
 using Ranges = std::vector<std::pair<std::uintptr_t, std::uintptr_t>>;  // of addresses, [begin, end)
 

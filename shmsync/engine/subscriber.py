@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -14,23 +14,27 @@ from torch import nn
 from .. import _native
 from .._native import State
 from ..errors import ClosedError, Poisoned, ProtocolError, WriterBusy
+from ..memory import attaching
 from ..memory.manifest import Key
+from ..memory.process import Peers
 from ..memory.segment import Handle
 from .bind.binding import ModuleCheck
 from .bind.compiled import skip
 from .bind.guard import bind
 from .bind.guarded_methods import GuardNames
 from .by_value import copy_by_value
-from .deadlines import DEFAULT_TIMEOUT, names_nearest, timeout_or_none
+from .deadlines import DEFAULT_TIMEOUT, check_worker, names_nearest, timeout_or_default, timeout_or_none
 from .digest import digests_held, digests_of
-from .read.reading import ReadPath, open_reader
+from .read.reading import ReadPath
 from .read.section_values import Snapshot, copied, state_of
+from .read.successor import Successor
 from .stats import SubscriberStats
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
 Consistency = Literal["pinned", "optimistic", "live"]
+_CONSISTENCIES = {each.name.lower(): each for each in _native.Consistency}
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -385,6 +389,40 @@ _first_read.__doc__ = _native.ReadMethods.read.__doc__
 
 Subscriber.read = _first_read  # type: ignore[method-assign, assignment]
 skip(Subscriber.run)  # Dynamo compiles what it calls, not this frame
+
+
+def open_reader(
+    handle_or_name: Handle | str, consistency: str, worker: int | None, timeout: float | None, follow: bool
+) -> ReadPath:
+    """Attach, for the arguments of Subscriber, all checked. Applies nothing yet."""
+    if not isinstance(consistency, str) or consistency not in _CONSISTENCIES:
+        raise ValueError(f"consistency is one of {', '.join(_CONSISTENCIES)}, not {consistency!r}")
+    if worker is not None:
+        worker = check_worker(worker)
+    timeout = timeout_or_default(timeout)
+    if not isinstance(follow, bool):
+        raise TypeError(f"follow is True or False, not {follow!r}")
+    name, session = _name_and_session(handle_or_name)
+    with ExitStack() as undo:
+        peers = Peers()
+        undo.callback(peers.close)
+        # A reader that follows restarts may itself start between the death and the restart.
+        await_restart = follow and session is None
+        attached = attaching.attach(name, session, worker, timeout, peers, pass_over_dead=await_restart)
+        release = attaching.Release(attached, peers)
+        undo.callback(release)
+        successor = Successor(name, worker, peers) if follow else None
+        reader = ReadPath(attached, release, peers, _CONSISTENCIES[consistency], name, timeout, successor)
+        undo.pop_all()  # all of it is the reader's now
+    return reader
+
+
+def _name_and_session(handle: Handle | str) -> tuple[str, bytes | None]:
+    if isinstance(handle, str):
+        return handle, None
+    if isinstance(handle, tuple) and [type(part) for part in handle] == [str, bytes]:
+        return handle[0], handle[1]
+    raise TypeError(f"pass pub.handle or the arena's name, not the {type(handle).__name__} {handle!r}")
 
 
 def live_weights(handle: Handle) -> TensorDictBase:

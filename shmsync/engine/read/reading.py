@@ -28,7 +28,6 @@ from ...errors import (
     WriterBusy,
     WriterDied,
 )
-from ...memory import attaching
 from ...memory.attaching import Attached, Release
 from ...memory.devices import Stream
 from ...memory.process import Peers, pid_of, stay_if_exiting
@@ -37,10 +36,8 @@ from ..deadlines import (
     Samples,
     check_timeout,
     check_version,
-    check_worker,
     deadline_after,
     slice_until,
-    timeout_or_default,
 )
 from ..stats import SubscriberStats
 from .device_sections import end_reads, wait_for_reads
@@ -53,7 +50,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _log = logging.getLogger("shmsync")
-_CONSISTENCIES = {each.name.lower(): each for each in Consistency}
 
 _TEARS_BEFORE_PIN = 3
 _SAME, _MOVED = Enter.SAME, Enter.MOVED  # which an Enum finds in 0.1 µs
@@ -437,37 +433,3 @@ class ReadPath(_native.Reader):
 def _reads(attached: Attached) -> _native.DeviceReads | None:
     place = attached.arena.on_device
     return None if place is None else place.reads
-
-
-def open_reader(
-    handle_or_name: Handle | str, consistency: str, worker: int | None, timeout: float | None, follow: bool
-) -> ReadPath:
-    """Attach, for the arguments of Subscriber, all checked. Applies nothing yet."""
-    if not isinstance(consistency, str) or consistency not in _CONSISTENCIES:
-        raise ValueError(f"consistency is one of {', '.join(_CONSISTENCIES)}, not {consistency!r}")
-    if worker is not None:
-        worker = check_worker(worker)
-    timeout = timeout_or_default(timeout)
-    if not isinstance(follow, bool):
-        raise TypeError(f"follow is True or False, not {follow!r}")
-    name, session = _name_and_session(handle_or_name)
-    with ExitStack() as undo:
-        peers = Peers()
-        undo.callback(peers.close)
-        # A reader that follows restarts may itself start between the death and the restart.
-        await_restart = follow and session is None
-        attached = attaching.attach(name, session, worker, timeout, peers, pass_over_dead=await_restart)
-        release = attaching.Release(attached, peers)
-        undo.callback(release)
-        successor = Successor(name, worker, peers) if follow else None
-        reader = ReadPath(attached, release, peers, _CONSISTENCIES[consistency], name, timeout, successor)
-        undo.pop_all()  # all of it is the reader's now
-    return reader
-
-
-def _name_and_session(handle: Handle | str) -> tuple[str, bytes | None]:
-    if isinstance(handle, str):
-        return handle, None
-    if isinstance(handle, tuple) and [type(part) for part in handle] == [str, bytes]:
-        return handle[0], handle[1]
-    raise TypeError(f"pass pub.handle or the arena's name, not the {type(handle).__name__} {handle!r}")

@@ -11,6 +11,7 @@ for the rest.
 
 from __future__ import annotations
 
+import operator
 import threading
 import warnings
 import weakref
@@ -47,6 +48,7 @@ from .copy_plan import CopyPlan, PlanCache
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 R = TypeVar("R")
 
+_changes = operator.attrgetter("_version")  # how often a tensor was written into
 _WATCHED = 8  # parameters whose version counters are looked at between two updates: after the next one, the next
 
 
@@ -223,11 +225,11 @@ class Adoption:
         if len(self._watched) > 1:
             self._watched.append(self._watched.pop(0))
         if self._watched:
-            self._counters = [tensor._version for tensor in self._watched[-1]]
+            self._counters = list(map(_changes, self._watched[-1]))
 
     def warn_of_stray_writes(self) -> None:
         """Warn, once, of a parameter that torch has written since the last update()."""
-        if not self._watched or [tensor._version for tensor in self._watched[-1]] == self._counters:
+        if not self._watched or list(map(_changes, self._watched[-1])) == self._counters:
             return
         names = {id(tensor): ".".join(key) for key, tensor in self._placed.items()}
         watched = zip(self._watched[-1], self._counters, strict=True)

@@ -23,7 +23,8 @@ from ...engine.bind.guard import Proxy, bind
 from ...engine.bind.guarded_methods import can_be_called
 from ...engine.by_value import copy_by_value
 from ...engine.deadlines import SLICE
-from ...engine.read.reading import ReadPath, open_reader
+from ...engine.read.reading import ReadPath
+from ...engine.subscriber import open_reader
 from ...errors import ProtocolError, ShmSyncError
 from ...schemes.devices import lies_elsewhere
 from ...schemes.strategy import WeightStrategy
