@@ -59,14 +59,8 @@ class Section {
     torn = reader_->leave(owner_);
     --entered_;
   }
-  nb::object weights() const {
-    if (session_ == nullptr)
-      raise("ProtocolError",
-            "the section was not entered, so its weights would be unprotected; write "
-            "`with sub.read() as section:`, or take sub.state_dict() for a private copy");
-    return owner_.attr("weights");
-  }
-  nb::object numpy() const { return values().attr("arrays_of")(weights()); }
+  nb::object weights() const { return shown("weights"); }
+  nb::object numpy() const { return values().attr("arrays_of")(shown("tensors")); }
   nb::object stamp() const {
     const std::string_view session = session_ ? std::string_view(*session_) : std::string_view();
     return values().attr("VersionStamp")(nb::bytes(session.data(), session.size()), version);
@@ -82,6 +76,13 @@ class Section {
 
  private:
   static nb::module_ values() { return nb::module_::import_("shmsync.engine.read.section_values"); }
+  nb::object shown(const char* what) const {
+    if (session_ == nullptr)
+      raise("ProtocolError",
+            "the section was not entered, so its weights would be unprotected; write "
+            "`with sub.read() as section:`, or take sub.state_dict() for a private copy");
+    return owner_.attr(what);
+  }
 
   nb::object owner_;
   Reader* reader_;

@@ -6,12 +6,12 @@ import argparse
 import json
 
 from ..errors import ShmSyncError
-from ..memory.inspection import ArenaSeen, Condition, SlotSeen, command_of, manifest_of, ties
+from ..memory.inspection import ArenaSeen, Condition, ReaderSeen, SlotSeen, command_of, manifest_of, ties
 from ..memory.manifest import Manifest
 from .listing import as_dict, look_twice
 from .output import duration, per_second, say, size, table
 
-_HEAD = ("WORKER", "PID", "IS", "ACKED", "LAG", "PINNED", "FOR", "READS", "TORN", "RETRIES", "COMMAND")
+HEAD: tuple[str, ...] = ("WORKER", "PID", "IS", "ACKED", "LAG", "PINNED", "FOR", "READS", "TORN", "RETRIES", "COMMAND")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,7 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     say()
     say(f"readers: {len(seen.readers)} of {seen.max_readers} rows")
     if seen.readers:
-        table(_HEAD, _readers(seen), right=(0, 1, 3, 4, 5, 6, 7, 8, 9))
+        ordered = sorted(seen.readers, key=lambda reader: (reader.worker is None, reader.worker or 0, reader.pid))
+        table(HEAD, [cells(reader) for reader in ordered], right=(0, 1, 3, 4, 5, 6, 7, 8, 9))
     return 0
 
 
@@ -61,8 +62,8 @@ def _head(seen: ArenaSeen, rate: str) -> None:
     say(f"  owner    {seen.owner.value}" + ("" if seen.pid is None else f", pid {seen.pid}"))
     if seen.pid and (text := command_of(seen.pid)):
         say(f"  command  {text}")
-    if seen.why:
-        say(f"           {seen.why}")
+    for text in filter(None, (seen.why, seen.failure)):
+        say(f"           {text}")
     if seen.readable:
         gate = ", closed to new sections while it is written" if seen.gated and seen.state == "open" else ""
         say(f"  state    {seen.state}{gate}")
@@ -104,18 +105,15 @@ def _slot(slot: SlotSeen) -> str:
     return ("never written" if not slot.version else f"version {slot.version}") + (", current" if slot.current else "")
 
 
-def _readers(seen: ArenaSeen) -> list[list[str]]:
-    ordered = sorted(seen.readers, key=lambda reader: (reader.worker is None, reader.worker or 0, reader.pid))
+def cells(reader: ReaderSeen) -> list[str]:
+    """What HEAD names of one reader."""
     return [
-        [
-            "-" if reader.worker is None else str(reader.worker),
-            str(reader.pid),
-            reader.condition.value,
-            *map(str, (reader.acked, reader.lag)),
-            "-" if reader.pinned is None else str(reader.pinned),
-            "-" if reader.pinned is None else duration(reader.pin_age),
-            *map(str, (reader.reads, reader.torn, reader.retries)),
-            command_of(reader.pid) if reader.condition is not Condition.UNKNOWN else "",
-        ]
-        for reader in ordered
+        "-" if reader.worker is None else str(reader.worker),
+        str(reader.pid),
+        reader.condition.value,
+        *map(str, (reader.acked, reader.lag)),
+        "-" if reader.pinned is None else str(reader.pinned),
+        "-" if reader.pinned is None else duration(reader.pin_age),
+        *map(str, (reader.reads, reader.torn, reader.retries)),
+        command_of(reader.pid) if reader.condition is not Condition.UNKNOWN else "",
     ]

@@ -15,7 +15,7 @@ from ..memory.inspection import ArenaSeen, Condition, command_of, look_at_all
 from ..memory.process import Peers
 from .output import duration, per_second, say, size, table
 
-_HEAD = ("NAME", "OWNER", "PID", "SIZE", "SLOTS", "VERSION", "VERS/S", "READERS", "AGE")
+HEAD: tuple[str, ...] = ("NAME", "OWNER", "PID", "SIZE", "SLOTS", "VERSION", "VERS/S", "READERS", "AGE")
 
 
 def rate(before: ArenaSeen | None, after: ArenaSeen) -> float | None:
@@ -55,6 +55,17 @@ def as_dict(seen: ArenaSeen, versions_per_s: float | None) -> dict[str, Any]:
     return found
 
 
+def cells(seen: ArenaSeen, versions_per_s: str) -> list[str]:
+    """What HEAD names of one arena."""
+    pid = "-" if seen.pid is None else str(seen.pid)
+    inside = ["-"] * 5
+    if seen.readable:
+        stopped = sum(reader.condition is Condition.STOPPED for reader in seen.readers)
+        readers = f"{len(seen.readers)} ({stopped} stopped)" if stopped else str(len(seen.readers))
+        inside = [size(seen.bytes), str(len(seen.slots)), str(seen.version), versions_per_s, readers]
+    return [seen.name, seen.owner.value, pid, *inside, duration(seen.age)]
+
+
 def run_list(arguments: argparse.Namespace) -> int:
     """Carry out `list`."""
     found = look_twice(arguments.interval)
@@ -64,21 +75,12 @@ def run_list(arguments: argparse.Namespace) -> int:
     if not found:
         say("no arenas")
         return 0
-    rows = []
-    for seen, versions in found:
-        inside = ["-"] * 5
-        if seen.readable:
-            inside = [size(seen.bytes), str(len(seen.slots)), str(seen.version)]
-            stopped = sum(reader.condition is Condition.STOPPED for reader in seen.readers)
-            readers = f"{len(seen.readers)} ({stopped} stopped)" if stopped else str(len(seen.readers))
-            inside += [per_second(versions, arguments.interval), readers]
-        pid = "-" if seen.pid is None else str(seen.pid)
-        rows.append([seen.name, seen.owner.value, pid, *inside, duration(seen.age)])
-    table(_HEAD, rows, right=range(2, len(_HEAD)))
+    rows = [cells(seen, per_second(versions, arguments.interval)) for seen, versions in found]
+    table(HEAD, rows, right=range(2, len(HEAD)))
     for seen, _ in found:
-        if seen.why:
+        for text in filter(None, (seen.why, seen.failure)):
             say()
-            say(f"{seen.name}: {seen.why}")
+            say(f"{seen.name}: {text}")
     return 0
 
 

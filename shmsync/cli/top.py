@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING
 
 from ..memory.inspection import ArenaSeen, Condition, ReaderSeen, look_at_all
 from ..memory.process import Peers
+from . import inspecting, listing
 from .listing import look_twice, rate
-from .output import duration, per_second, say, size
+from .output import duration, per_second, say
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 Look = list[tuple[ArenaSeen, float | None]]  # arenas, and their versions per second
 
-_COLOURS = {Condition.ALIVE: "green", Condition.DEAD: "red", Condition.UNKNOWN: "magenta"}  # else yellow
+_COLOURS = {"alive": "green", "stopped": "yellow", "dead": "red", "unknown": "magenta", ">": "bold red"}  # of cells
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         show(found)
         for found in looks:
-            show(found)
+            if found or arguments.name is None:
+                show(found)
     if arguments.name is not None and not found:
         say(f"arena {arguments.name} has ended")
     return 0
@@ -78,15 +80,14 @@ def holders(seen: ArenaSeen) -> list[ReaderSeen]:
     return sorted(found, key=lambda reader: -reader.pin_age)
 
 
-def most_lag(seen: ArenaSeen) -> int:
-    """The lag of the reader that is furthest behind."""
-    return max((reader.lag for reader in seen.readers), default=0)
-
-
-def _slowest(seen: ArenaSeen) -> ReaderSeen | None:
-    """The living reader that is furthest behind; None when none is."""
+def _problem(seen: ArenaSeen) -> str:
+    """Which reader blocks the publisher, else which living one is furthest behind; "" for none."""
+    if front := holders(seen):
+        others = f", {len(front) - 1} more" if len(front) > 1 else ""
+        return f"{_described(front[0])} blocks the publisher: {duration(front[0].pin_age)}{others}"
     late = [reader for reader in seen.readers if reader.lag and reader.condition is not Condition.DEAD]
-    return max(late, key=lambda reader: (reader.lag, reader.pin_age), default=None)
+    slowest = max(late, key=lambda reader: (reader.lag, reader.pin_age), default=None)
+    return "" if slowest is None else f"{_described(slowest)} is furthest behind: {slowest.lag}"
 
 
 def _described(reader: ReaderSeen) -> str:
@@ -97,79 +98,50 @@ def _described(reader: ReaderSeen) -> str:
     return f"worker {reader.worker} (pid {reader.pid}{stopped and ', ' + stopped})"
 
 
+def _figures(seen: ArenaSeen, versions: float | None) -> list[str]:
+    found = [f"{seen.name}  {seen.owner.value}" + (f"  pid {seen.pid}" if seen.pid else "")]
+    if seen.readable:
+        readers = f"{len(seen.readers)} of {seen.max_readers} readers"
+        found.append(f"version {seen.version}  {_rate(versions)}/s  {readers}")
+    return found
+
+
+def _wrong(seen: ArenaSeen) -> list[str]:
+    """What there is to worry about: the state, the owner, a failed worker, and who is waited for."""
+    return list(filter(None, (seen.state if seen.state != "open" else "", seen.why, seen.failure, _problem(seen))))
+
+
 def _write(found: Look) -> None:
-    moment = time.strftime("%H:%M:%S")
     for seen, versions in found:
-        parts = [moment, seen.name, seen.owner.value]
-        if seen.readable:
-            parts += [f"version {seen.version}", f"{_rate(versions)}/s"]
-            parts += [f"readers {len(seen.readers)}", f"lag {most_lag(seen)}"]
-            if seen.state != "open":
-                parts.append(seen.state)
-            if front := holders(seen):
-                parts.append(f"blocked by {_described(front[0])} for {duration(front[0].pin_age)}")
-            elif (late := _slowest(seen)) is not None:
-                parts.append(f"last {_described(late)}")
-        say(" ".join(parts))
+        say("  ".join([time.strftime("%H:%M:%S"), *_figures(seen, versions), *_wrong(seen)]))
     sys.stdout.flush()
 
 
 def _panel(arguments: argparse.Namespace, found: Look) -> RenderableType:
-    """What rich draws of this look."""
+    """What rich draws of this look: what is wrong, and one arena's readers, or all arenas."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    def condition(which: Condition) -> Text:
-        return Text(which.value, style=_COLOURS.get(which, "yellow"))
-
-    def columns(*names: str) -> Table:
-        made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        for name in names:
-            left = name in ("NAME", "OWNER", "IS", "BLOCKED BY")
-            made.add_column(name, justify="left" if left else "right", no_wrap=True)
-        return made
-
+    rows: list[list[str]]
     if arguments.name is None:
-        table = columns("NAME", "OWNER", "SIZE", "VERSION", "VERS/S", "READERS", "LAG", "AGE", "BLOCKED BY")
-        for seen, versions in found:
-            inside = ["-"] * 5
-            if seen.readable:
-                inside = [size(seen.bytes), str(seen.version), _rate(versions), str(len(seen.readers))]
-                inside.append(str(most_lag(seen)))
-            by = Text("; ".join(map(_described, holders(seen)[:1])), style="bold red")
-            table.add_row(Text(seen.name), condition(seen.owner), *inside, duration(seen.age), by)
-        return Group(Text(f"shmsync top: {len(found)} arena{'s' * (len(found) != 1)}"), table)
-    if not found:
-        return Text("")
-    ((seen, versions),) = found
-    lines: list[RenderableType] = [
-        Text.assemble(seen.name, "  ", condition(seen.owner), f"  pid {seen.pid}" if seen.pid else ""),
-        Text(f"version {seen.version}  {_rate(versions)}/s  {len(seen.readers)} of {seen.max_readers} readers"),
-    ]
-    if seen.why or seen.state not in ("", "open"):
-        lines.append(Text(f"{seen.state} {seen.why}".strip(), style="red"))
-    front = holders(seen)
-    if front:
-        others = f", {len(front) - 1} more" if len(front) > 1 else ""
-        said = f"{_described(front[0])} blocks the publisher: {duration(front[0].pin_age)}{others}"
-        lines.append(Text(said, style="bold red"))
-    elif (late := _slowest(seen)) is not None:
-        lines.append(Text(f"{_described(late)} is furthest behind: {late.lag}", style="yellow"))
-    table = columns("", "WORKER", "PID", "IS", "ACKED", "LAG", "PINNED", "READS", "TORN", "RETRIES")
-    blocking = {reader.row for reader in front}
-    for reader in sorted(seen.readers, key=lambda each: (each.row not in blocking, -each.lag, -each.pin_age)):
-        table.add_row(
-            Text(">" if reader.row in blocking else " ", style="bold red"),
-            "-" if reader.worker is None else str(reader.worker),
-            str(reader.pid),
-            condition(reader.condition),
-            str(reader.acked),
-            Text(str(reader.lag), style="yellow" if reader.lag else ""),
-            "-" if reader.pinned is None else duration(reader.pin_age),
-            *map(str, (reader.reads, reader.torn, reader.retries)),
-        )
-    return Group(*lines, table)
+        said = [f"shmsync top: {len(found)} arena{'s' * (len(found) != 1)}"]
+        wrong = [f"{seen.name}: {text}" for seen, _ in found for text in _wrong(seen)]
+        head, rows = listing.HEAD, [listing.cells(seen, _rate(versions)) for seen, versions in found]
+    else:
+        ((seen, versions),) = found
+        said, wrong = _figures(seen, versions), _wrong(seen)
+        head = ("", *inspecting.HEAD[:-1])
+        front = holders(seen)
+        blocking = {reader.row for reader in front}
+        ordered = sorted(seen.readers, key=lambda each: (each.row not in blocking, -each.lag, -each.pin_age))
+        rows = [[">" if each.row in blocking else " ", *inspecting.cells(each)[:-1]] for each in ordered]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in head:
+        table.add_column(name, justify="left" if name in ("NAME", "OWNER", "IS") else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(cell, style=_COLOURS.get(cell, "")) for cell in row))
+    return Group(*map(Text, said), *(Text(text, style="bold red") for text in wrong), table)
 
 
 def _rate(versions: float | None) -> str:

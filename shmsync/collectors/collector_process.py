@@ -16,7 +16,7 @@ import torch
 
 from ..memory.process import dead_parent, poll
 from ..schemes import WeightSyncScheme
-from ..workers.worker_process import reported
+from ..workers.worker_process import reported, show
 from .acting import bring
 from .buffers import Buffers
 from .rollout import Rollout
@@ -62,6 +62,7 @@ class _Worker:
             envs.append(make())
             closing.callback(envs[-1].close)
         spec.scheme.init_on_worker("policy", pipe=weights, model=policy, worker_idx=spec.index)
+        show("")
         self._receiver = receiver = spec.scheme.get_receiver()
         self._seed = spec.seed
         self._control = control

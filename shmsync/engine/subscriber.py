@@ -276,8 +276,6 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
             ProtocolError: the result is a generator or a coroutine, or holds one.
             ShmSyncError: as in read().
         """
-        if "read" in vars(Subscriber):
-            _import_tensordict()
         result, version = self._reader.run(self._reader.private, fn, args, kwargs)
         return (result, version) if with_version else result
 
@@ -365,29 +363,6 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         raise TypeError("a Subscriber cannot be pickled; pass the Publisher's handle and attach in the other process")
 
 
-def _import_tensordict() -> None:
-    """Before the first section of read() or run(): it may be for the weights, and the import takes over 1 s.
-
-    Inside the section a publisher with one slot would wait for that. A worker that only calls its bound module never
-    comes here, and TensorDicts take 130 MB.
-    """
-    import_module("tensordict")
-    with suppress(AttributeError):  # another thread was quicker
-        del Subscriber.read  # of this class; the native one is below it
-
-
-def _first_read(
-    sub: _native.ReadMethods, *, version: int | None = None, timeout: float | None = None
-) -> _native.ReadSection:
-    """Subscriber.read(), the first time in this process."""
-    _import_tensordict()
-    return sub.read(version=version, timeout=timeout)
-
-
-_first_read.__doc__ = _native.ReadMethods.read.__doc__
-
-
-Subscriber.read = _first_read  # type: ignore[method-assign, assignment]
 skip(Subscriber.run)  # Dynamo compiles what it calls, not this frame
 
 

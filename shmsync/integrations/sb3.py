@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from stable_baselines3.common.callbacks import BaseCallback
 
 from ..engine.publisher import Publisher, writer_of
+from ..errors import ProtocolError
 
 if TYPE_CHECKING:
     from stable_baselines3.common.base_class import BaseAlgorithm
@@ -22,12 +23,20 @@ class PublishCallback(BaseCallback):
 
     Args:
         pub: a Publisher of `PublishCallback.weights(model)`, or of `model.policy` alone.
+
+    Raises ProtocolError for a Publisher of something else beside the policy.
     """
 
     def __init__(self, pub: Publisher) -> None:
         super().__init__()
         self._pub = pub
-        self._policy_alone = not any(key[0] == "policy" for key in writer_of(pub).arena.manifest.by_key)
+        names = {key[0] for key in writer_of(pub).arena.manifest.by_key}
+        self._policy_alone = "policy" not in names
+        if not self._policy_alone and (unknown := names - {"policy", "obs_rms"}):
+            raise ProtocolError(
+                f"this callback does not know {', '.join(sorted(unknown))}, which is beside the policy; make it of "
+                "what the callback publishes: Publisher(PublishCallback.weights(model))"
+            )
 
     @staticmethod
     def weights(model: BaseAlgorithm) -> dict[str, Any]:

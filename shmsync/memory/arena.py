@@ -61,6 +61,12 @@ def arena_around(tensor: torch.Tensor, address: int) -> Arena | None:
     return None
 
 
+def arenas_read() -> list[segment.Handle]:
+    """What this process is attached to."""
+    found: list[tuple[Any, bytes]] = [(arena.reader and arena.reader(), arena.session) for arena in _all_mapped()]
+    return [segment.Handle(reader.name, session) for reader, session in found if reader is not None]
+
+
 def lies_in(tensor: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> bool:
     """Does a tensor start in one of these ranges of addresses?"""
     address = tensor.data_ptr() if has_address(tensor) else 0

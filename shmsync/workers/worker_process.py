@@ -24,8 +24,10 @@ import torch
 from ..engine.outcome import Failure
 from ..engine.subscriber import Subscriber, reader_of
 from ..errors import ClosedError
+from ..memory.arena import arenas_read
 from ..memory.process import Peer, dead_parent
 from ..memory.segment import Handle
+from ..memory.segment_file import show_failure
 
 FAILED, RETURNED = "failed", "returned"  # the last word of a worker
 
@@ -70,9 +72,17 @@ def reported(control: Connection) -> Iterator[None]:
             with suppress(OSError, ValueError):  # stderr is closed
                 print(f"{multiprocessing.current_process().name} (pid {os.getpid()}) failed:", file=sys.stderr)
                 print(failure.trace, end="", file=sys.stderr, flush=True)
+            show(f"failed: {type(error).__name__}")
             with suppress(OSError):  # the trainer is gone
                 control.send((FAILED, failure))
         raise Reported(1) from None
+
+
+def show(failure: str) -> None:
+    """Let `shmsync list` show how this worker failed, beside the arenas that it reads; "" for one that starts."""
+    who = multiprocessing.current_process().name.removeprefix("shmsync-").replace("-", " ")
+    for name, session in arenas_read():
+        show_failure(name, session, who, failure)
 
 
 def _end_after(trainer: int) -> None:
@@ -110,6 +120,7 @@ def _end_children_too(control: Connection) -> None:
 def attach_and_work(control: Connection, handle: Handle, rank: int, work: Callable[..., object], *args: Any) -> None:
     """The body of a worker of Workers: the user's function, with a Subscriber."""
     sub = WorkerSubscriber(handle, rank, control)
+    show("")
     with sub, reported(control):  # before the Subscriber leaves: the trainer then knows why
         try:
             work(sub, *args)

@@ -40,3 +40,12 @@ def test_a_version_has_the_policy_and_its_statistics(form):
     for name in ("mean", "var", "count"):
         np.testing.assert_array_equal(found.pop(at + name).numpy(), getattr(statistics, name))
     assert not found
+
+
+def test_statistics_of_other_names_are_refused_with_the_cure():
+    from shmsync.integrations.sb3 import PublishCallback
+
+    said = r"know mean, .*PublishCallback\.weights\(model\)"
+    whole = {"policy": torch.nn.Linear(1, 1), "mean": np.zeros(2)}
+    with shmsync.Publisher(whole) as pub, pytest.raises(shmsync.ProtocolError, match=said):
+        PublishCallback(pub)

@@ -10,6 +10,7 @@ import queue
 import pytest
 
 import shmsync
+from shmsync import cli
 from support.jobs import workers as jobs
 from support.processes import until
 from support.weights import stamped
@@ -51,6 +52,29 @@ def test_an_exception_is_printed_at_once_and_raised_by_a_call_that_waits_for_not
                 call()
         assert pub.version == 2
         assert pub.publish() == 3  # each is raised once
+
+
+def test_other_processes_see_how_a_worker_failed_until_it_is_started_again(capsys):
+    def shown(*arguments):
+        assert cli.main(arguments) == 0
+        return capsys.readouterr().out
+
+    with shmsync.Publisher(stamped(1)) as pub:
+        each = [["list"], ["inspect", pub.name], ["top", pub.name, "--count", "1"]]
+        with shmsync.Workers(pub, jobs.fail_at, 1, args=(2,)) as workers:
+            assert not any("failed" in shown(*command) for command in each)
+            pub.publish(stamped(2))
+            until(lambda: workers.alive == [])
+            assert all("worker 0 failed: ValueError" in shown(*command) for command in each)
+            with pytest.raises(shmsync.WorkerFailed):
+                pub.publish(stamped(3))
+        with shmsync.Workers(pub, jobs.apply, 1) as workers:
+            assert not any("failed" in shown(*command) for command in each)
+            workers.procs[0].kill()
+            until(lambda: workers.alive == [])
+            with pytest.raises(shmsync.WorkerDied):
+                pub.publish(stamped(3))
+            assert all("worker 0 died: " in shown(*command) for command in each)
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])

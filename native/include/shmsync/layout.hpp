@@ -116,11 +116,14 @@ static_assert(offsetof(Identity, ready) == 132);
 struct alignas(kLine) PublicationLine {  // writer: the publisher
   Word64 current;                        // the only publication point
   Word32 state;
-  Word32 notify;   // futex: readers wait for it to change
-  Word32 waiting;  // 1 while the writer may sleep on `reply`
+  Word32 notify;     // futex: readers wait for it to change
+  Word32 waiting;    // 1 while the writer may sleep on `reply`
+  char failure[64];  // how a worker failed, for people; written through the file (memory/segment_file.py), by any
+                     // process
 };
 static_assert(sizeof(PublicationLine) == kLine);
 static_assert(offsetof(PublicationLine, notify) == 12);
+static_assert(offsetof(PublicationLine, failure) == 20);
 
 struct alignas(kLine) SlotLine {  // writer: the publisher
   Word64 seq;                     // 2·version when complete, 2·version − 1 while that version is written

@@ -33,18 +33,15 @@ class VersionStamp(NamedTuple):
     version: int
 
 
-def arrays_of(weights: TensorDictBase) -> dict[str, Any]:
+def arrays_of(tensors: Mapping[Key, torch.Tensor]) -> dict[str, Any]:
     """The leaves by dotted key, as numpy arrays over the same memory that numpy refuses to write.
 
     Raises ProtocolError for leaves that are not in the host's memory, and for a dtype that numpy lacks.
     """
-    return {
-        ".".join((key,) if isinstance(key, str) else key): _array(key, leaf)
-        for key, leaf in weights.items(include_nested=True, leaves_only=True)
-    }
+    return {".".join(key): _array(key, leaf) for key, leaf in tensors.items()}
 
 
-def _array(key: Any, leaf: torch.Tensor) -> Any:
+def _array(key: Key, leaf: torch.Tensor) -> Any:
     try:
         array = leaf.detach().numpy()
     except (TypeError, RuntimeError) as error:
