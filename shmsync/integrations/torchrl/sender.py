@@ -43,7 +43,7 @@ class Arena:
 
     def __init__(self, members: set[int], place: str) -> None:
         self.name, self.members, self.place = new_name(), members, place
-        self.given: Any = None  # the last weights that were sent
+        self.given: Any = None  # the last weights that were sent, where the policies are made by factories
 
     def open(self, weights: Any, **options: Any) -> None:
         """Make it, with its first weights. Raises as Publisher()."""
@@ -145,7 +145,7 @@ class Sender:
                 self._explained(arena.writer.check_weights, source, deadline)
             for arena, source, given in plan:
                 self._explained(arena.writer.publish, source, deadline)
-                arena.given = given
+                arena.given = given if self.first.made else None
             self._version += 1
             for arena, _, _ in plan if wait else ():
                 self._wait(arena, outcome, deadline)
@@ -175,7 +175,7 @@ class Sender:
                     "make the scheme with per_worker_weights=True"
                 )
             if weights is None:  # what a factory has made here is no module that anybody trains
-                weights = arena.given if self.first.made and arena.given is not None else own[min(members)]
+                weights = own[min(members)] if arena.given is None else arena.given
             if id(weights) not in prepared:
                 prepared[id(weights)] = prepare(weights)
             plan.append((arena, arena.source(prepared[id(weights)], strict=self._strict), weights))
