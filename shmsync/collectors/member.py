@@ -1,4 +1,4 @@
-"""A worker process of a collector as the trainer sees it: its pipes, its orders, how it was lost; and the end them"""
+"""A collector's worker process as the trainer sees it: its pipes, orders and loss; and the end of all workers."""
 
 from __future__ import annotations
 
