@@ -115,7 +115,10 @@ FAULTS = [
           "remote/test_node_fan_out.py"),
     Fault("shmsync/schemes/remote/rpc.py", "if len(infos) != len(rrefs):", "if False:",
           "remote/test_sends.py"),
-    # collectors, integrations, cli
+    # workers, collectors, integrations, cli
+    Fault("shmsync/workers/pool.py", "if member.failure is None and self._restarts[rank] > 0:", "if False:",
+          "workers/test_deaths.py"),
+    Fault("shmsync/workers/process.py", "self.failure = self.failure or content", "pass", "workers/test_exceptions.py"),
     Fault("shmsync/collectors/collector.py", "if lag <= self._max_lag:", "if True:",
           "collectors/test_weights.py"),
     Fault("shmsync/collectors/rollout.py", "self._returns[i] = 0.0", "pass", "collectors/frames/test_frames.py"),

@@ -21,21 +21,20 @@ from tensordict import TensorDict
 from torch import nn
 
 from ..engine.deadlines import names_nearest, timeout_or_default, whole
-from ..errors import AckTimeout, ClosedError, DataMismatch, WorkerDied
+from ..errors import AckTimeout, ClosedError, WorkerDied
 from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
 from ..schemes.devices import DeviceChoice, WorkerDevices
 from ..schemes.strategy import WeightStrategy
-from ..workers.process import end, leave, wait_for_any
+from ..workers.process import wait_for_any
 from . import buffers
 from .acting import pack
-from .collector_process import BATCH, COLLECT, LAYOUT, START, STOP, WorkerSpec
-from .member import Member
+from .collector_process import BATCH, COLLECT, LAYOUT, START, WorkerSpec
+from .member import Member, agreed, end_all
 
 PRELOADED = ["torch", "tensordict", "gymnasium", "cloudpickle", "shmsync.collectors"]
 START_TIMEOUT = 120.0  # seconds
 LAST_SEED = 1 << 62  # what Gymnasium, NumPy and torch all take, with room for those of each environment
 OnLag = Literal["warn", "drop"]
-_STOPPING = 5.0  # seconds, for environments to close
 
 _log = logging.getLogger("shmsync")
 
@@ -174,7 +173,7 @@ class MultiprocessCollector:
         self._handed: tuple[int, int] | None = None  # (worker, buffer) that the trainer has, without sync
         self._opened: list[int] = []  # the descriptor of the buffers
         self._pid = os.getpid()
-        self._finalizer = util.Finalize(self, _end, (self._members, self._opened, scheme), exitpriority=30)
+        self._finalizer = util.Finalize(self, end_all, (self._members, self._opened, scheme), exitpriority=30)
         try:
             self._start(devices)
         except BaseException:
@@ -245,7 +244,7 @@ class MultiprocessCollector:
         """
         self._closed = True
         if self._pid == os.getpid():  # else this is a forked child; the workers are the trainer's
-            _end(self._members, self._opened, self._scheme)
+            end_all(self._members, self._opened, self._scheme)
         self._finalizer.cancel()
 
     def __enter__(self) -> MultiprocessCollector:
@@ -295,7 +294,7 @@ class MultiprocessCollector:
         for member in members:
             member.send(LAYOUT)
         self._wait(lambda: all(member.layout for member in members), deadline)
-        leaves, count = _agreed([member.layout for member in members])
+        leaves, count = agreed([member.layout for member in members])
         steps = self._steps(count, len(members))
         # A worker's environments are numbered after those of the workers before it, and seeded so: the same seed gives
         # the same frames, however they are made.
@@ -442,33 +441,3 @@ class MultiprocessCollector:
                 )
             else:
                 wait_for_any(self._members, deadline)
-
-
-def _end(members: dict[int, Member], opened: list[int], scheme: WeightSyncScheme) -> None:
-    """End the workers, then what they used. Idempotent. A Ctrl-C meanwhile ends the workers at once."""
-    try:
-        leave(members, STOP, time.monotonic() + _STOPPING)
-    finally:
-        end(members, 0.0)
-        for member in members.values():
-            member.log_loss()
-        members.clear()
-        while opened:
-            os.close(opened.pop())
-        scheme.shutdown()
-
-
-def _agreed(layouts: list[Any]) -> tuple[buffers.Leaves, int]:
-    """The layout and the number of environments that all workers have. Raises DataMismatch when they differ."""
-    first, count = layouts[0]
-    for index, (layout, environments) in enumerate(layouts):
-        if (layout, environments) != (first, count):
-            keys = sorted(".".join(key) for key in {key for key, _ in layout.items() ^ first.items()})
-            what = (
-                f"frames of different form ({', '.join(keys)})" if keys else f"{count} and {environments} environments"
-            )
-            raise DataMismatch(
-                f"workers 0 and {index} have {what}; all workers need the same spaces, and the same number of "
-                "environments, also inside of vector environments"
-            )
-    return first, count

@@ -1,14 +1,19 @@
-"""One worker process of a collector as the trainer sees it: its pipes, its orders, and how it was lost."""
+"""A collector's worker process as the trainer sees it: its pipes, orders and loss; and the end of all workers."""
 
 from __future__ import annotations
 
 import logging
+import os
+import time
 from typing import Any
 
-from ..errors import WorkerDied
-from ..workers.process import Process
+from ..errors import DataMismatch, WorkerDied
+from ..schemes import WeightSyncScheme
+from ..workers.process import Process, end, leave
 from . import buffers
-from .collector_process import COLLECT, WorkerSpec, run
+from .collector_process import COLLECT, STOP, WorkerSpec, run
+
+_STOPPING = 5.0  # seconds, for environments to close
 
 _log = logging.getLogger("shmsync")
 
@@ -58,3 +63,33 @@ class Member(Process):
         """As Process.close(); closes its pipe for weights too."""
         super().close()
         self.weights.close()
+
+
+def agreed(layouts: list[Any]) -> tuple[buffers.Leaves, int]:
+    """The layout and the number of environments that all workers have. Raises DataMismatch when they differ."""
+    first, count = layouts[0]
+    for index, (layout, environments) in enumerate(layouts):
+        if (layout, environments) != (first, count):
+            keys = sorted(".".join(key) for key in {key for key, _ in layout.items() ^ first.items()})
+            what = (
+                f"frames of different form ({', '.join(keys)})" if keys else f"{count} and {environments} environments"
+            )
+            raise DataMismatch(
+                f"workers 0 and {index} have {what}; all workers need the same spaces, and the same number of "
+                "environments, also inside of vector environments"
+            )
+    return first, count
+
+
+def end_all(members: dict[int, Member], opened: list[int], scheme: WeightSyncScheme) -> None:
+    """End the workers, then what they used. Idempotent. A Ctrl-C meanwhile ends the workers at once."""
+    try:
+        leave(members, STOP, time.monotonic() + _STOPPING)
+    finally:
+        end(members, 0.0)
+        for member in members.values():
+            member.log_loss()
+        members.clear()
+        while opened:
+            os.close(opened.pop())
+        scheme.shutdown()
