@@ -3,7 +3,6 @@
 import os
 import shutil
 import time
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from shmsync.engine.write.writer import Writer
 from shmsync.memory import leftovers
 from support.calls import in_forked_child
 from support.jobs.engine import open_arena
-from support.processes import segment_path, until
+from support.processes import descriptors, segment_path, until
 from support.weights import stamped
 
 
@@ -90,7 +89,7 @@ def test_a_publisher_that_dies_in_its_first_copy_leaves_the_name_as_it_was(start
     first.call(open_arena, 3, name=name)
     first.kill()
     second.start(create_and_stall, name)
-    until(lambda: any(name in os.readlink(fd) for fd in Path(f"/proc/{second.pid}/fd").iterdir() if fd.is_symlink()))
+    until(lambda: any(name in file for file in descriptors(second.pid).values()))
     second.kill()
     with shmsync.Publisher(stamped(9), name=name) as pub:
         assert pub.version == 4
