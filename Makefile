@@ -58,7 +58,7 @@ storm: $(STAMP)
 	cd / && PYTHONPATH=$(abspath tests) OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m support.storms.storm --of $(OF) \
 	  --seconds $(SECONDS) $(addprefix --seed ,$(SEED)) $(ARGS)
 
-# The fuzzers: INPUTS for each target, libFuzzer's over the native core where there is clang. SEED repeats the inputs.
+# The fuzzers: INPUTS for each, libFuzzer's over the native core where there is clang. SEED repeats the inputs.
 INPUTS ?= 1000000
 FUZZ := $(abspath build)/native-fuzz
 fuzz: $(STAMP)

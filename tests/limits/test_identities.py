@@ -5,17 +5,27 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 
 import shmsync
 from shmsync import cli
-from support.faults.forged import forge, identity
-from support.faults.reader_table import OWNER, rows_offset, word
-from support.jobs.engine import attach, begin_update, enter, fork_a_sleeper, leave, look, open_arena
+from support.faults.forged import OWNER, forge, identity, rows_offset, word
+from support.jobs.engine import attach, begin_update, enter, leave, look, open_arena
 from support.processes import segment_path, state, until
 from support.weights import stamped
+
+
+def fork_a_sleeper(state):
+    """A child that lives on without its parent; its pid."""
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(60)
+        os._exit(0)
+    return pid
+
 
 TICKS = 20  # where the start ticks begin in an owner word
 

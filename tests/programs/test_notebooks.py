@@ -103,7 +103,7 @@ def test_the_cells_print_what_the_page_shows_also_after_an_interrupt_and_a_secon
     notebook.prints_what_it_shows(1, 2, 3)
     _, error = notebook.run(BLOCKS["In [4]"], interrupt_when_it_says="training")
     assert error == "KeyboardInterrupt"
-    notebook.prints_what_it_shows(5, 6)
+    notebook.prints_what_it_shows(5)
     first = notebook.children()
     assert len(first) == 2
     notebook.prints_what_it_shows(2, 3)  # the cell is run again

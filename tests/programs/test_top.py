@@ -5,22 +5,28 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
-from support.jobs.engine import (
-    attach,
-    begin_update,
-    close_publisher,
-    enter,
-    open_arena,
-    publish,
-    publish_for_ever,
-    read_for_ever,
-    refresh,
-)
+from support.jobs.engine import attach, begin_update, close_publisher, enter, open_arena, publish, refresh
 from support.processes import state, until
 from support.programs.terminal import Terminal
+from support.weights import stamps
+
+
+def publish_for_ever(state):
+    while True:
+        state.pub.publish()
+        time.sleep(0.001)
+
+
+def read_for_ever(state):
+    while True:
+        with state.sub.read() as section:
+            low, high = stamps(section.weights)
+            assert low == high == section.version
+
 
 pytest.importorskip("rich", reason="top draws with shmsync[top]")
 

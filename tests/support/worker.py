@@ -116,8 +116,10 @@ class Worker:
         self.conn.close()
 
 
-# What the names of shmsync and shmsync.schemes stand for; `import shmsync` alone imports none of it.
+# What the names of shmsync and shmsync.schemes stand for; `import shmsync` alone imports none of it. And pytest, which
+# each process imports that runs a function of a test's file.
 PRELOADED = [
+    "pytest",
     "torch",
     "tensordict",
     "shmsync.engine.publisher",

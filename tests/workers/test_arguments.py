@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,6 +14,13 @@ import torch
 import shmsync
 from support.jobs import workers as jobs
 from support.jobs.pools import queue
+from support.jobs.workers import apply
+
+
+def has_children(sub, answers):
+    with contextlib.suppress(shmsync.ClosedError):
+        answers.put(subprocess.run([sys.executable, "-c", "print(7)"], capture_output=True, text=True).stdout.strip())
+    apply(sub)
 
 
 def test_each_worker_draws_numbers_of_its_own_and_the_same_in_each_run(pub):
@@ -30,7 +40,7 @@ def test_a_worker_may_have_children_and_a_bound_module():
     policy = torch.nn.Linear(4, 1, bias=False)
     torch.nn.init.ones_(policy.weight)
     with shmsync.Publisher(policy, timeout=120.0) as pub:
-        with shmsync.Workers(pub, jobs.has_children, 1, args=(answers,)):
+        with shmsync.Workers(pub, has_children, 1, args=(answers,)):
             assert answers.get() == "7"
         with shmsync.Workers(pub, jobs.forward, 1, args=(answers,)):
             assert answers.get() == (1, 4.0)

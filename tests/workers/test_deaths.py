@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 
 import pytest
@@ -12,6 +13,15 @@ from support.jobs import workers as jobs
 from support.jobs.pools import pids
 from support.processes import alive, kill, until
 from support.weights import stamped
+
+
+def die_at(sub, version, number=signal.SIGKILL, once=None):
+    """Die at this version; with `once`, an Event, only worker 0 and only the first time."""
+    for each in sub.versions():
+        if each >= version and (once is None or (sub.worker == 0 and not once.is_set())):
+            if once is not None:
+                once.set()
+            os.kill(os.getpid(), number)
 
 
 @pytest.mark.parametrize("wait", [True, [0, 1]])
@@ -31,7 +41,7 @@ def test_a_death_names_pid_and_signal(pub, wait):
 
 
 def test_each_death_is_raised_once(pub):
-    with shmsync.Workers(pub, jobs.die_at, 2, args=(2,)):  # they have applied version 2, so a later wait finds it
+    with shmsync.Workers(pub, die_at, 2, args=(2,)):  # they have applied version 2, so a later wait finds it
         for _ in range(2):
             with pytest.raises(shmsync.WorkerDied, match="killed by SIGKILL"):
                 while True:
@@ -53,7 +63,7 @@ def test_dead_workers_are_started_again_as_often_as_allowed(pub):
 
 def test_a_wait_starts_a_dead_worker_again(pub):
     once = multiprocessing.get_context("forkserver").Event()
-    with shmsync.Workers(pub, jobs.die_at, 2, args=(2, signal.SIGKILL, once), restart=1) as workers:
+    with shmsync.Workers(pub, die_at, 2, args=(2, signal.SIGKILL, once), restart=1) as workers:
         pub.publish(stamped(2))
         until(lambda: workers.alive == [1])
         with pub.update(wait=[0, 1]) as weights:

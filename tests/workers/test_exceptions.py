@@ -6,14 +6,55 @@ import logging
 import math
 import os
 import queue
+import signal
+import sys
 
 import pytest
 
 import shmsync
 from shmsync import cli
 from support.jobs import workers as jobs
+from support.jobs.workers import apply
 from support.processes import until
 from support.weights import stamped
+
+
+def fail_at_once(sub):
+    raise ZeroDivisionError("before the first version")
+
+
+def fail_without(sub, flag):
+    if not os.path.exists(flag):
+        raise ValueError("no flag")
+    apply(sub)
+
+
+def exit_with(sub, code):
+    sys.exit(code)
+
+
+def put_or_fail(sub, answers):
+    for version in sub.versions():
+        if version == 1:
+            answers.put((sub.worker, version))
+        elif sub.worker == 0:
+            raise ValueError("the environment broke")
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def no_device():
+    raise OSError("no such device: /dev/simulator7")
+
+
+class Unloadable:
+    """An argument that fails while a worker unpickles it, or calls another function there."""
+
+    def __init__(self, call=no_device, *args):
+        self.call, self.args = call, args
+
+    def __reduce__(self):
+        return self.call, self.args
 
 
 def test_an_exception_is_raised_by_the_next_publish_that_waits():
@@ -68,7 +109,7 @@ def test_other_processes_see_how_a_worker_failed_until_it_is_started_again(capsy
             assert all("worker 0 failed: ValueError" in shown(*command) for command in each)
             with pytest.raises(shmsync.WorkerFailed):
                 pub.publish(stamped(3))
-        with shmsync.Workers(pub, jobs.apply, 1) as workers:
+        with shmsync.Workers(pub, apply, 1) as workers:
             assert not any("failed" in shown(*command) for command in each)
             workers.procs[0].kill()
             until(lambda: workers.alive == [])
@@ -77,17 +118,16 @@ def test_other_processes_see_how_a_worker_failed_until_it_is_started_again(capsy
             assert all("worker 0 died: " in shown(*command) for command in each)
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_an_argument_that_fails_in_the_worker_is_named(pub, method):
+def test_an_argument_that_fails_in_the_worker_is_named(pub):
     with pytest.raises(shmsync.WorkerFailed, match="no such device") as caught:
-        shmsync.Workers(pub, jobs.apply, 1, args=(jobs.Unloadable(),), start_method=method).start()
+        shmsync.Workers(pub, jobs.apply, 1, args=(Unloadable(),)).start()
     assert isinstance(caught.value.__cause__, OSError)
     assert "in no_device" in str(caught.value.__cause__.__cause__)
 
 
 def test_an_exit_before_it_is_attached_is_a_death(pub):
     with pytest.raises(shmsync.WorkerDied, match="exit code 0.* before it was attached"):
-        shmsync.Workers(pub, jobs.apply, 1, args=(jobs.Unloadable(os._exit, 0),)).start()
+        shmsync.Workers(pub, jobs.apply, 1, args=(Unloadable(os._exit, 0),)).start()
 
 
 @pytest.mark.parametrize("kind", [ValueError, jobs.Odd])
@@ -111,7 +151,7 @@ def test_the_callers_own_error_comes_first(pub, caplog):
 
 
 def test_a_worker_that_fails_at_once_ends_the_entry_or_the_first_wait(pub):
-    with pytest.raises(shmsync.WorkerFailed, match="ZeroDivisionError"), shmsync.Workers(pub, jobs.fail_at_once, 2):
+    with pytest.raises(shmsync.WorkerFailed, match="ZeroDivisionError"), shmsync.Workers(pub, fail_at_once, 2):
         pub.publish(wait=True)
     assert pub.readers() == []
 
@@ -119,7 +159,7 @@ def test_a_worker_that_fails_at_once_ends_the_entry_or_the_first_wait(pub):
 @pytest.mark.parametrize(("code", "raises"), [(0, False), (3, True)])
 def test_sys_exit_is_an_end_or_an_error(pub, code, raises):
     def run():
-        with shmsync.Workers(pub, jobs.exit_with, 1, args=(code,)) as workers:
+        with shmsync.Workers(pub, exit_with, 1, args=(code,)) as workers:
             until(lambda: workers.alive == [])
 
     if raises:
@@ -131,7 +171,7 @@ def test_sys_exit_is_an_end_or_an_error(pub, code, raises):
 
 def test_a_failed_start_may_be_tried_again(pub, tmp_path):
     flag = tmp_path / "flag"
-    workers = shmsync.Workers(pub, jobs.fail_without, 1, args=(str(flag),))
+    workers = shmsync.Workers(pub, fail_without, 1, args=(str(flag),))
     for _ in range(2):
         with pytest.raises(shmsync.WorkerFailed, match="no flag"):
             # The first publish may return: a worker that is just attaching acks its version, and fails later.
@@ -144,7 +184,7 @@ def test_a_failed_start_may_be_tried_again(pub, tmp_path):
 
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_a_queue_of_the_workers_raises_what_they_fail_with(pub, method):
-    workers = shmsync.Workers(pub, jobs.put_or_fail, 2, start_method=method)
+    workers = shmsync.Workers(pub, put_or_fail, 2, start_method=method)
     answers = workers.queue(maxsize=3)
     with workers:
         assert sorted([workers.get(), answers.get()]) == [(0, 1), (1, 1)]

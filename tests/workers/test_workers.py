@@ -4,15 +4,59 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import signal
 import threading
+import time
 
 import pytest
+import torch
 
 import shmsync
 from support.jobs import workers as jobs
 from support.jobs.pools import pids, queue
+from support.jobs.workers import never_returns
 from support.processes import alive, kill, stop, until
-from support.weights import stamped
+from support.weights import stamped, stamps
+
+
+def report_versions(sub, answers):
+    for version in sub.versions():
+        # No section: it would move to the next version, which the trainer may have published since this one was acked.
+        # With two slots this version's is written again for the one after that, and that waits for this worker.
+        answers.put((sub.worker, version, *stamps(sub.weights)))
+    answers.put((sub.worker, "left", torch.get_num_threads()))
+
+
+def report_slowly(sub, answers, begun, go_on):
+    for version in sub.versions():
+        answers.put(version)
+        begun.set()
+        go_on.wait()
+    answers.put("left")
+
+
+def wait_for_good(sub, answers=None):
+    """A worker that waits without versions()."""
+    try:
+        sub.wait_version(10**6)
+    except shmsync.ClosedError as error:
+        if answers is not None:
+            answers.put(str(error))
+        raise
+
+
+def deaf(sub, ready):
+    """Ends by SIGKILL only."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready.set()
+    while True:
+        time.sleep(3600)
+
+
+def attach_more(sub):
+    """Two more subscribers of the same process, and then nothing: the trainer terminates it."""
+    others = [shmsync.Subscriber(sub.name), shmsync.Subscriber(sub.name, worker=7)]
+    never_returns(others)
 
 
 @pytest.mark.parametrize("method", ["forkserver", "fork"])  # spawn: test_programs.py
@@ -20,7 +64,7 @@ def test_workers_are_attached_on_entry_apply_each_version_and_end_on_leaving(met
     answers = queue(method)
     with (
         shmsync.Publisher(stamped(1), slots=2, timeout=120.0) as pub,
-        shmsync.Workers(pub, jobs.report_versions, 2, args=(answers,), start_method=method, threads=3) as workers,
+        shmsync.Workers(pub, report_versions, 2, args=(answers,), start_method=method, threads=3) as workers,
     ):
         assert sorted(reader.worker for reader in pub.readers()) == workers.alive == [0, 1]
         ended = pids(workers)
@@ -55,7 +99,7 @@ def test_workers_end_while_the_publisher_goes_on_and_others_may_follow(pub):
 def test_a_version_that_was_published_before_leaving_is_applied_and_is_the_last(pub):
     """A worker that is busy when the trainer leaves still gets the version that was published meanwhile."""
     answers, begun, go_on = queue(), *(multiprocessing.get_context("forkserver").Event() for _ in range(2))
-    with shmsync.Workers(pub, jobs.report_slowly, 1, args=(answers, begun, go_on), timeout=120.0) as workers:
+    with shmsync.Workers(pub, report_slowly, 1, args=(answers, begun, go_on), timeout=120.0) as workers:
         begun.wait()
         pub.publish(stamped(2), wait=False)
         threading.Timer(0.2, go_on.set).start()
@@ -68,7 +112,7 @@ def test_a_version_that_was_published_before_leaving_is_applied_and_is_the_last(
 
 def test_leaving_ends_a_wait_for_a_version(pub):
     answers = queue()
-    with shmsync.Workers(pub, jobs.wait_for_good, 1, args=(answers,)):
+    with shmsync.Workers(pub, wait_for_good, 1, args=(answers,)):
         pass
     assert "has left the Workers" in answers.get()
 
@@ -91,7 +135,7 @@ def test_a_worker_may_return_early(pub):
 
 def test_what_does_not_return_is_terminated(pub, caplog):
     ready = multiprocessing.get_context("forkserver").Event()
-    for work, args in ((jobs.never_returns, ()), (jobs.deaf, (ready,))):
+    for work, args in ((jobs.never_returns, ()), (deaf, (ready,))):
         with caplog.at_level(logging.WARNING, "shmsync"), shmsync.Workers(pub, work, 1, args=args) as workers:
             if args:
                 ready.wait()
@@ -154,7 +198,7 @@ def test_workers_without_a_with(pub):
 
 
 def test_every_row_of_an_ended_worker_is_freed_and_no_other(pub):
-    with shmsync.Workers(pub, jobs.attach_more, 1) as workers, shmsync.Subscriber(pub.handle, worker=5):
+    with shmsync.Workers(pub, attach_more, 1) as workers, shmsync.Subscriber(pub.handle, worker=5):
         until(lambda: sorted(reader.worker or 0 for reader in pub.readers()) == [0, 0, 5, 7])
         workers._timeout = 0.1
     assert [reader.worker for reader in pub.readers()] == []  # the Subscriber above has closed its own row

@@ -147,8 +147,8 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
 
         Args:
             weights: a module, a TensorDict, a state dict, or a dict of worker index to such weights. They may be
-                partial. None: the collector's policy as it is now, or what the scheme was initialised with; for
-                workers whose policies are made by factories, what was sent last.
+                partial. None: the collector's policy, or what the scheme was initialised with; after an update with
+                other weights that one again, until the policy changes.
             worker_ids: None (all), an index, a device, or a list of these.
             timeout: in seconds; None is the scheme's.
 

@@ -8,23 +8,66 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from torch import nn
 
 import shmsync
 from shmsync.collectors.spaces import fit, one_each, to_env
-from support.environments.basic import (
-    BYTES,
-    THREE,
-    Always,
-    Constant,
-    Counting,
-    Odd,
-    Other,
-    Reusing,
-    Scribbling,
-    Starting,
-)
+from support.environments.basic import BYTES, Constant, Counting, Odd, Other, Starting
 
-INTS = spaces.Box(-100, 100, (3,), np.int32)
+THREE = spaces.Box(-1e9, 1e9, (3,), np.float32)
+
+
+class Reusing(Counting):
+    """Gives the same array out each time, and writes into it; clears its action too."""
+
+    action_space = spaces.Box(-1e9, 1e9, (1,), np.float32)
+
+    def __init__(self):
+        super().__init__()
+        self._array = np.zeros(1, np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        self._array[:] = super().reset(seed=seed)[0]
+        return self._array, {}
+
+    def step(self, action):
+        action[:] = -7
+        self._array[:], *rest = super().step(action)
+        return self._array, *rest
+
+
+class Scribbling(nn.Module):
+    """Returns what it got as its action, and writes into it."""
+
+    def __init__(self, takes_tensordict=False):
+        super().__init__()
+        self.zero = nn.Parameter(torch.zeros(1))
+        if takes_tensordict:
+            self.in_keys, self.out_keys = ["observation"], ["action", "observation"]
+
+    def forward(self, given):
+        if isinstance(given, torch.Tensor):
+            action = given + self.zero
+            given.fill_(99.0)
+            return action
+        given["action"] = given["observation"] + self.zero
+        given["observation"] = given["observation"] * 100
+        return given
+
+
+class Always(nn.Module):
+    """The same action for every environment."""
+
+    def __init__(self, action, dtype=torch.int64):
+        super().__init__()
+        self.zero = nn.Parameter(torch.zeros(1))
+        self.action, self.dtype = action, dtype
+
+    def forward(self, observation):
+        one = torch.tensor(self.action, dtype=self.dtype)
+        return one.expand(len(observation), *one.shape)
+
+
 NESTED = spaces.Dict({"image": BYTES, "inner": spaces.Dict({"goal": spaces.Discrete(7)})})
 RIGHT = {"image": np.zeros(3, np.uint8), "inner": {"goal": 3}}
 f32 = np.float32

@@ -2,14 +2,52 @@
 
 import multiprocessing
 import os
+import signal
 import time
 
 import pytest
 
-from shmsync.errors import WorkerDied
-from support.conformance import programs
-from support.conformance.nets import Stamped
+from shmsync.errors import WorkerDied, WriterDied
+from shmsync.schemes import MultiProcessWeightSyncScheme
+from support.conformance.nets import Stamped, ask
 from support.conformance.table import MP, SHM
+
+
+def worker_loop(index, scheme, pipe, notes):
+    """A worker as people write it, which tells the stamp of each version that it applies."""
+    net = Stamped()
+    scheme.init_on_worker("policy", pipe=pipe, model=net, worker_idx=index)
+    receiver = scheme.get_receiver()
+    while True:
+        if receiver.receive(timeout=0.01):
+            notes.send((index, ask(net)))
+        for message in receiver._transport.pending():
+            if message == "stop":
+                return
+            notes.send((index, float(scheme.policy_weights["policy"]["layer", "weight"].max())))
+
+
+def trainer_with_workers(out):
+    """A trainer that forks two workers, sends to them, and waits to be killed. It leaves no arena behind."""
+    scheme = MultiProcessWeightSyncScheme()
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe() for _ in range(2)]
+    workers = [context.Process(target=orphan, args=(scheme, pipe, out)) for _, pipe in pipes]
+    for worker in workers:
+        worker.start()
+    scheme.init_on_sender("policy", pipes=[pipe for pipe, _ in pipes])
+    scheme.get_sender().send(Stamped(1), timeout=60)
+    signal.pause()
+
+
+def orphan(scheme, pipe, out):
+    scheme.init_on_worker("policy", pipe=pipe, model=Stamped())
+    try:
+        while True:
+            if scheme.get_receiver().receive(timeout=0.01):
+                os.write(out, b"1")
+    except WriterDied:
+        os.write(out, b"W")
 
 
 class Trainer:
@@ -21,7 +59,7 @@ class Trainer:
         self.notes, theirs = context.Pipe(duplex=False)
         self.pipes = [ours for ours, _ in both]
         self.procs = [
-            context.Process(target=programs.worker_loop, args=(index, scheme, pipe, theirs, *args), daemon=True)
+            context.Process(target=worker_loop, args=(index, scheme, pipe, theirs, *args), daemon=True)
             for index, (_, pipe) in enumerate(both)
         ]
         for process in self.procs:
@@ -77,7 +115,7 @@ def test_forked_worker_learns_that_the_trainer_was_killed():
     """Its siblings hold the trainer's end of its pipe, so the pipe itself never tells."""
     ours, theirs = os.pipe()
     context = multiprocessing.get_context("fork")
-    trainer = context.Process(target=programs.trainer_with_workers, args=(theirs,))
+    trainer = context.Process(target=trainer_with_workers, args=(theirs,))
     trainer.start()
     os.close(theirs)
     with os.fdopen(ours, "rb") as told:

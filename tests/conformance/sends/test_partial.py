@@ -8,20 +8,19 @@ from shmsync.errors import ManifestMismatch
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightStrategy
 from support.calls import Call
 from support.conformance.nets import Stamped, Tied, held, leaf
-from support.conformance.rigs import PipeRig, rigs
+from support.conformance.rigs import KINDS, PipeRig, rigs
 
 PIPES = [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme]
-WAYS = {"own": {}, "mp": {}, "shm": {}, "call": {}}
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=KINDS)
 def way(request):
     return request.param
 
 
 @pytest.fixture
 def rig(way):
-    with rigs(way, {"partial": True, **WAYS[way]}) as make:
+    with rigs(way, {"partial": True}) as make:
         yield make()
 
 
@@ -49,7 +48,7 @@ WRONG = {
 
 
 def test_what_does_not_fit_is_refused_by_name_and_nothing_is_written(way):
-    with rigs(way, {"partial": True, **WAYS[way]}) as make:
+    with rigs(way, {"partial": True}) as make:
         for weights, named in WRONG.values():
             rig = make()
             rig.deliver(Stamped(1))

@@ -5,7 +5,53 @@ import pytest
 from shmsync.errors import AckTimeout, ManifestMismatch, WriterDied
 from support.calls import Call
 from support.conformance import peers
+from support.conformance.contexts import Context, Lookup
 from support.conformance.nets import Stamped
+from support.conformance.peers import hold, keep
+
+
+class Stubborn(Exception):
+    """Pickles, and fails on the way back."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+class Failing(Context):
+    """A context whose model is not there yet when its receiver is made, and cannot be made later either."""
+
+    def get_model(self, model_id):
+        if not self.ready:
+            raise KeyError(model_id)
+        return model_of_worker(self)
+
+
+def model_of_worker(context):
+    if context.error is not None:
+        raise context.error
+    return context.model
+
+
+def join_with_context(state, scheme, model_id, make, *args):
+    """The worker knows its pipe and its model through a context alone."""
+    state.models[model_id] = make(*args)
+    state.context = Lookup(models=dict(state.models), worker_idx=state.index, **state.given)
+    scheme.init_on_worker(model_id, state.context)
+    keep(state, model_id, scheme)
+
+
+def join_failing(state, scheme, model_id, *, unpicklable=False):
+    state.models[model_id] = Stamped()
+    error = Stubborn(1, 2) if unpicklable else ZeroDivisionError("no such model")
+    state.context = Failing(model=state.models[model_id], error=error, ready=False, **state.given)
+    scheme.init_on_worker(model_id, state.context)
+    state.context.ready = True
+    keep(state, model_id, scheme)
+
+
+def mend(state):
+    state.context.error = None
+    hold(state, False)
 
 
 def test_receive_says_whether_anything_came(fleet):
@@ -45,7 +91,7 @@ def test_context_gives_the_model(fleet):
     scheme = fleet.make()
     fleet.init_sender(scheme, "env.value_net")
     for worker in fleet.workers:
-        worker.call(peers.join_with_context, scheme, "env.value_net", Stamped)
+        worker.call(join_with_context, scheme, "env.value_net", Stamped)
     scheme.get_sender().send(Stamped(1))
     assert fleet.stamps("env.value_net") == [1, 1, 1]
 
@@ -72,17 +118,17 @@ def test_exception_of_a_worker_raises_in_the_sender_with_its_traceback_and_the_o
 
 
 def test_worker_that_failed_goes_on_and_may_be_mended(fleet):
-    sender = open_but_for_one(fleet, peers.join_failing)
+    sender = open_but_for_one(fleet, join_failing)
     with pytest.raises(ZeroDivisionError) as failed:
         sender.send(Stamped(1))
     assert "in model_of_worker" in str(failed.value.__cause__)
-    fleet.workers[1].call(peers.mend)
+    fleet.workers[1].call(mend)
     assert sender.send(Stamped(2)) == 2
     assert fleet.stamps() == [2, 2, 2]
 
 
 def test_exception_that_cannot_be_pickled_raises_as_its_text(fleet):
-    sender = open_but_for_one(fleet, peers.join_failing, unpicklable=True)
+    sender = open_but_for_one(fleet, join_failing, unpicklable=True)
     with pytest.raises(RuntimeError, match="Stubborn: 1 and 2") as failed:
         sender.send(Stamped(1))
     assert "in model_of_worker" in str(failed.value.__cause__)

@@ -2,12 +2,25 @@
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from shmsync.errors import AckTimeout, ManifestMismatch
 from support.calls import naming
 from support.conformance import peers
 from support.conformance.contexts import Context
 from support.conformance.nets import FORMS, Stamped, Tied, stamp
+from support.conformance.peers import keep, look, receive
+
+
+def receive_and_look(state):
+    return receive(state, timeout=60), look(state)
+
+
+def join_with_tensordict(state, scheme):
+    """The worker's model is a TensorDict, not a module."""
+    state.models["policy"] = TensorDict.from_module(Stamped(0)).data.clone()
+    scheme.init_on_worker("policy", model=state.models["policy"], **state.given)
+    keep(state, "policy", scheme)
 
 
 def test_send_returns_a_version_that_grows(fleet):
@@ -31,7 +44,7 @@ def test_send_has_been_applied_when_it_returns(fleet):
     sender = fleet.open()
     fleet.hold()
     for worker in fleet.workers:
-        worker.start(peers.receive_and_look)
+        worker.start(receive_and_look)
     sender.send(Stamped(1))
     assert [worker.result() for worker in fleet.workers] == [(True, 1)] * 3
 
@@ -135,6 +148,6 @@ def test_worker_may_hold_its_weights_in_a_tensordict(fleet):
     scheme = fleet.make()
     fleet.init_sender(scheme)
     for worker in fleet.workers:
-        worker.call(peers.join_with_tensordict, scheme)
+        worker.call(join_with_tensordict, scheme)
     scheme.get_sender().send(Stamped(3))
     assert [worker.call(peers.values) for worker in fleet.workers] == [[3.0]] * 3

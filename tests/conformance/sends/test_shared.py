@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+from multiprocessing import connection
 
 import pytest
 import torch
@@ -11,10 +12,26 @@ from tensordict import TensorDict
 import shmsync
 from shmsync.errors import ManifestMismatch, ReaderStalled
 from shmsync.schemes import SharedMemTransport, SharedMemWeightSyncScheme
-from support.conformance import peers
+from support import holdings
 from support.conformance.nets import Slow, Stamped, Tied, numbers, shared
 from support.conformance.rigs import PipeRig
 from support.conformance.table import SHM
+
+
+def mapping_of_weights(state):
+    """(permissions, inode, path) of the pages where the model's weights are."""
+    return holdings.mapping_at(state.models["policy"].layer.weight.data_ptr())
+
+
+def slow_forward(state):
+    """Tell the trainer that a forward runs, and stay in it until the next weights have been announced."""
+
+    def go():
+        state.pipe.send("inside")
+        connection.wait([state.pipe])
+
+    with torch.no_grad():
+        return state.models["policy"](go)
 
 
 @pytest.fixture(params=[SHM], ids=lambda entry: entry.name)
@@ -160,7 +177,7 @@ def test_workers_read_one_copy_of_the_weights(fleet):
     for value in (1, 2):
         sender.send(Stamped(value))
         assert len(arenas()) == 1
-    permissions, inodes, _ = zip(*(worker.call(peers.mapping_of_weights) for worker in fleet.workers), strict=True)
+    permissions, inodes, _ = zip(*(worker.call(mapping_of_weights) for worker in fleet.workers), strict=True)
     assert not any("w" in each for each in permissions)
     assert len(set(inodes)) == 1
 
@@ -169,7 +186,7 @@ def test_weights_do_not_change_during_a_forward(fleet):
     sender = fleet.open("policy", Slow)
     sender.send(Slow(1))
     fleet.hold(0)
-    fleet.workers[0].start(peers.slow_forward)
+    fleet.workers[0].start(slow_forward)
     assert fleet.pipes[0].recv() == "inside"
     with pytest.raises(ReaderStalled, match="worker 0"):
         sender.send(Slow(2), timeout=0.2)  # its one slot is being read

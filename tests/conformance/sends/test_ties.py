@@ -1,22 +1,21 @@
 """Tied tensors, through pipes and shared memory alike: names that weights lack."""
 
 import pytest
+from torch import nn
 
 from shmsync.errors import ManifestMismatch
-from support.conformance.nets import Apart, Tied, held
-from support.conformance.rigs import rigs
-
-WAYS = {
-    "mp": ("mp", {}),
-    "shm": ("shm", {}),
-}
+from support.conformance.nets import Tied, held
 
 
-@pytest.fixture(params=WAYS)
-def make(request):
-    """Makes a rig of this kind."""
-    with rigs(*WAYS[request.param]) as make:
-        yield make
+class Apart(Tied):
+    """The same names, but nothing is tied."""
+
+    def __init__(self, value=0):
+        super().__init__(value)
+        self.tied.weight = nn.Parameter(self.layer.weight.detach().clone())
+
+
+pytestmark = pytest.mark.parametrize("kind", ["mp", "shm"], indirect=True)
 
 
 def single(net):

@@ -1,11 +1,35 @@
 """A worker's own recv() loop: receiver.apply_weights() takes whatever came, and answers."""
 
+from multiprocessing import connection
+
 import pytest
 
 from shmsync.errors import ManifestMismatch
-from support.conformance import own_loop
 from support.conformance.nets import Stamped
 from support.worker import nothing
+
+WORDS = ("update_weights", "register_shared_weights")
+
+
+def loop(state, form, model_id=None):
+    """Until the test calls. What came besides, and what apply_weights() raised.
+
+    `form`: what of each message apply_weights() gets. `model_id`: whose receiver gets all of them.
+    """
+    others = []
+    while state.pipe in connection.wait([state.conn, state.pipe]):
+        message = state.pipe.recv()
+        if not (isinstance(message, tuple) and message[1] in WORDS):
+            others.append(message)
+            continue
+        pair, _ = message
+        given = {"message": message, "pair": pair, "content": pair[1]}[form]
+        try:
+            state.receivers[pair[0] if model_id is None else model_id].apply_weights(given)
+        except Exception as error:
+            others.append(f"{type(error).__name__}: {error}")
+    return others
+
 
 FORMS = ["message", "pair", "content"]
 
@@ -14,7 +38,7 @@ def begin(fleet, form="message", model_id=None):
     """From now on the workers' own loops read the pipes."""
     fleet.hold()
     for worker in fleet.workers:
-        worker.start(own_loop.loop, form, model_id)
+        worker.start(loop, form, model_id)
 
 
 def end(fleet):

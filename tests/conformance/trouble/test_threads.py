@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import pytest
 
 from support.calls import Call
-from support.conformance import calls_of_senders as calls
+from support.conformance.calls_of_senders import ENOUGH, overrun
 from support.conformance.nets import Stamped
+from support.processes import until_waits
+
+
+def send_from_threads(sender, threads, rounds):
+    """Each thread sends its own numbers; [(version, number)] of all sends, in the order of their versions."""
+
+    def send(first):
+        return [(sender.send(Stamped(number), timeout=ENOUGH), number) for number in range(first, first + rounds)]
+
+    calls = [Call(send, 1 + rounds * thread) for thread in range(threads)]
+    return sorted(pair for call in calls for pair in call.result())
+
+
+def overrun_beside(sender, name, timeout):
+    """As overrun(), while another thread is inside send() all the time."""
+    done = threading.Event()
+
+    def send():
+        with contextlib.suppress(Exception):
+            sender.send(Stamped(1), timeout=ENOUGH)
+        done.set()
+
+    other = Call(send)
+    until_waits(other, "send")
+    found = overrun(sender, name, timeout)
+    assert not done.is_set()
+    return found
 
 
 def test_threads_take_turns_and_every_send_has_a_version_of_its_own(fleet):
     sender = fleet.open(timeout=120.0)
-    found = calls.send_from_threads(sender, 3, 5)
+    found = send_from_threads(sender, 3, 5)
     versions, numbers = zip(*found, strict=True)
     assert len(set(versions)) == 15 and sorted(numbers) == list(range(1, 16))
     assert fleet.stamps() == [numbers[-1]] * 3  # the newest version is what the last send sent
@@ -22,7 +52,7 @@ def test_a_second_thread_gives_up_at_its_own_deadline_and_nothing_was_sent(fleet
     sender = fleet.open(timeout=60.0)
     sender.send(Stamped(1))
     fleet.hold(1)
-    said, late = calls.overrun_beside(sender, call, 0.3)
+    said, late = overrun_beside(sender, call, 0.3)
     assert said == {"WriterBusy"} and late < 0.1
     fleet.release(1)
     sender.send(Stamped(3))

@@ -1,13 +1,45 @@
 """The messages on the pipes, for a program that reads and writes them without shmsync."""
 
 import pytest
+import torch
 
 from shmsync.errors import AckTimeout
 from shmsync.schemes import MPTransport, SharedMemTransport, WeightStrategy
 from support.calls import Call
-from support.conformance import peers
 from support.conformance.nets import Stamped, ask
 from support.conformance.table import MP, SHM, only
+
+
+def raw_recv(state):
+    """The next message, for a program without shmsync; tensors as lists."""
+
+    def plain(value):
+        if isinstance(value, tuple):
+            return tuple(plain(inner) for inner in value)
+        if isinstance(value, dict):
+            return {key: plain(inner) for key, inner in value.items()}
+        return value.tolist() if isinstance(value, torch.Tensor) else value
+
+    return plain(state.pipe.recv())
+
+
+def raw_send(state, message):
+    state.pipe.send(message)
+
+
+def raw_attach(state):
+    """Follow a registration by hand: what it says, and the first number of the weights that came with it."""
+    (model_id, state.weights), word = state.pipe.recv()
+    return model_id, word, int(state.weights["count"][0])
+
+
+def raw_look(state):
+    return int(state.weights["count"][0])
+
+
+def raw_detach(state):
+    state.weights = None
+
 
 multi_process, shared_mem = only(MP), only(SHM)
 
@@ -38,8 +70,8 @@ def test_mp_message_is_read_by_a_plain_recv_and_answered_by_a_plain_pair(fleet):
     sender, worker = one_worker(fleet)
     for value in (1, 2):
         assert sender.send_async(Stamped(value)) == value
-        assert worker.call(peers.raw_recv) == (("policy", listed(Stamped(value))), "update_weights")
-        worker.call(peers.raw_send, (None, "updated"))
+        assert worker.call(raw_recv) == (("policy", listed(Stamped(value))), "update_weights")
+        worker.call(raw_send, (None, "updated"))
         assert sender.wait_async() == value
 
 
@@ -47,7 +79,7 @@ def test_mp_message_is_read_by_a_plain_recv_and_answered_by_a_plain_pair(fleet):
 def test_mp_answer_in_another_word_is_a_message_of_the_workers_own(fleet):
     sender, worker = one_worker(fleet)
     sender.send_async(Stamped(1))
-    worker.call(peers.raw_send, (None, "ready"))
+    worker.call(raw_send, (None, "ready"))
     with pytest.raises(AckTimeout):
         sender.wait_async(timeout=0.2)
     assert fleet.pending(0) == [(None, "ready")]
@@ -57,12 +89,12 @@ def test_mp_answer_in_another_word_is_a_message_of_the_workers_own(fleet):
 def test_mp_plain_answers_count_for_the_oldest_message(fleet):
     sender, worker = one_worker(fleet)
     sender.send_async(Stamped(1))
-    worker.call(peers.raw_recv)
+    worker.call(raw_recv)
     with pytest.raises(AckTimeout):
         sender.wait_async(timeout=0.05)
     sender.send_async(Stamped(2))
-    worker.call(peers.raw_recv)
-    worker.call(peers.raw_send, (None, "updated"))  # this is for version 1
+    worker.call(raw_recv)
+    worker.call(raw_send, (None, "updated"))  # this is for version 1
     with pytest.raises(AckTimeout):
         sender.wait_async(timeout=0.05)
 
@@ -121,18 +153,18 @@ def test_no_answer_is_awaited_when_nothing_was_sent(pipe, call):
 def test_shared_mem_registers_once_and_then_sends_small_tuples(fleet):
     sender, worker = one_worker(fleet)
     sender.send_async(Stamped(5))
-    assert worker.call(peers.raw_attach) == ("policy", "register_shared_weights", 5)
-    worker.call(peers.raw_send, (None, "registered"))
-    assert worker.call(peers.raw_recv) == (("policy", 1), "update_weights")
-    worker.call(peers.raw_send, (None, "updated"))
+    assert worker.call(raw_attach) == ("policy", "register_shared_weights", 5)
+    worker.call(raw_send, (None, "registered"))
+    assert worker.call(raw_recv) == (("policy", 1), "update_weights")
+    worker.call(raw_send, (None, "updated"))
     assert sender.wait_async() == 1
 
     sender.send_async(Stamped(6))
-    assert worker.call(peers.raw_recv) == (("policy", 2), "update_weights")
-    assert worker.call(peers.raw_look) == 6
-    worker.call(peers.raw_send, (None, "updated"))
+    assert worker.call(raw_recv) == (("policy", 2), "update_weights")
+    assert worker.call(raw_look) == 6
+    worker.call(raw_send, (None, "updated"))
     assert sender.wait_async() == 2
-    worker.call(peers.raw_detach)
+    worker.call(raw_detach)
 
 
 def test_shared_mem_transports_speak_to_each_other(pipe):

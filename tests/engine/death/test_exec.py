@@ -2,15 +2,21 @@
 
 import os
 from math import inf as for_ever
+from pathlib import Path
 
 import pytest
 
 import shmsync
 from support.calls import Call
 from support.jobs.engine import GONE, attach, look, open_arena, read
-from support.processes import descriptors
-from support.programs.programs import become_sleep, until_it_sleeps
+from support.processes import descriptors, state, until
+from support.programs.programs import become_sleep
 from support.weights import stamped
+
+
+def until_it_sleeps(pid):
+    """Until become_sleep() is done, and the kernel shows all of the new program."""
+    until(lambda: Path(f"/proc/{pid}/comm").read_text() == "sleep\n" and state(pid) == "S")
 
 
 def leave_by_exec(worker):

@@ -2,16 +2,25 @@
 
 import os
 import shutil
+import time
 
 import pytest
 
 import shmsync
 from shmsync import _native
+from shmsync.engine.write.writer import Writer
 from shmsync.memory import leftovers
 from support.calls import in_forked_child
-from support.jobs.engine import create_and_stall, open_arena
+from support.jobs.engine import open_arena
 from support.processes import descriptors, segment_path, until
 from support.weights import stamped
+
+
+def create_and_stall(state, name, slots=1):
+    """A publisher in the middle of its first copy."""
+    Writer.publish = lambda self, *given, **named: time.sleep(10**6)
+    shmsync.Publisher(stamped(1), name=name, slots=slots)
+
 
 MAGIC, ABI, OWNER, BOOT_ID, NAMESPACE = 0, 8, 40, 48, 64  # where they stand in a segment
 NOBODY = 4_194_303 << 42  # an owner word whose pid no process has

@@ -1,14 +1,23 @@
 """Readers that are killed block no process, and publishes that wait for them name them."""
 
+import time
 from math import inf as for_ever
 
 import pytest
 
 import shmsync
 from support.calls import Call
-from support.jobs.engine import apply_until, attach, detach, enter, read
+from support.jobs.engine import attach, detach, enter, read
 from support.processes import until
 from support.weights import stamped
+
+
+def apply_until(state, version):
+    """Apply version after version until this one."""
+    while state.sub.version < version:
+        state.sub.refresh()
+        time.sleep(0.001)
+    return state.sub.version
 
 
 @pytest.mark.parametrize("slots", [1, 2])

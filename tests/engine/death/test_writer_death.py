@@ -1,12 +1,15 @@
 """A writer that is killed: readers keep what is whole, and are told. Section 6 of the design, with real signals."""
 
+import os
+import re
 from math import inf as for_ever
+from pathlib import Path
 
 import pytest
 
 import shmsync
 from shmsync import cli
-from support.holdings import holders, slab_inodes
+from support.holdings import slab_inodes
 from support.jobs.engine import (
     GONE,
     attach,
@@ -20,6 +23,19 @@ from support.jobs.engine import (
 )
 from support.processes import segment_path
 from support.weights import stamped, stamps
+
+
+def holders(inode):
+    """Processes that map this memfd, or have it open."""
+    found = set()
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            maps = Path(f"/proc/{entry}/maps").read_text()
+            if re.search(rf" {inode} +/memfd:shmsync", maps) or inode in slab_inodes(entry):
+                found.add(int(entry))
+        except (OSError, ValueError):
+            pass
+    return found
 
 
 @pytest.mark.parametrize(("slots", "moment"), [(1, "idle"), (2, "idle"), (2, "inside update")])

@@ -5,9 +5,24 @@ import torch
 
 import shmsync
 from shmsync.memory.arena import free_unused
-from support.devices.on_simulated import attach_there, close_there, value_there
 from support.devices.simulated import everywhere
 from support.processes import until
+
+
+def attach_there(state, handle):
+    state.everywhere = everywhere(seed=4, longest=0.0005)
+    state.everywhere.__enter__()
+    state.sub = shmsync.Subscriber(handle, worker=0)
+
+
+def value_there(state):
+    with state.sub.read() as section:
+        return set(section.weights["t"].tolist())
+
+
+def close_there(state):
+    state.sub.close()
+    state.everywhere.__exit__(None, None, None)
 
 
 @pytest.fixture

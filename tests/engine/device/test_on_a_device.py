@@ -3,11 +3,26 @@
 The device is simulated (support/devices/simulated.py): streams are threads that a gate can hold up.
 """
 
+import threading
+from contextlib import contextmanager
+
 import pytest
 import torch
 
 import shmsync
-from support.devices.on_simulated import held_up, stream_of, value
+from support.devices.on_simulated import stream_of, value
+
+
+@contextmanager
+def held_up(stream):
+    """What the stream is given inside is done after it."""
+    gate = threading.Event()
+    stream.give(gate.wait)
+    try:
+        yield gate
+    finally:
+        gate.set()
+
 
 SLOTS = [1, 3]
 

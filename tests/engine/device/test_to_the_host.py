@@ -1,5 +1,6 @@
 """Weights on a device, and an arena in the host's memory that the device has pinned: copies and commits come later."""
 
+import threading
 import time
 
 import pytest
@@ -7,8 +8,37 @@ import torch
 
 import shmsync
 from shmsync.engine.converting import ALONE, MANY
-from support.devices.on_simulated import begin_half_a_copy, open_trainer_there, value
+from support.devices.on_simulated import value
 from support.devices.simulated import Simulated, installed
+
+
+def open_trainer_there(state, slots):
+    """Weights on a device of this process, and an arena in the host's memory."""
+    state.device = Simulated(6, longest=0.0005)
+    state.installed = installed(state.device)
+    state.installed.__enter__()
+    with state.device.on(state.device.stream()):
+        state.source = {"t": torch.full((1000,), 1.0, device=state.device.torch_device)}
+        state.pub = shmsync.Publisher(state.source, slots=slots)
+    return state.pub.handle
+
+
+def begin_half_a_copy(state, value):
+    """Publish; the device stands still when a half of the slot is written."""
+    device, stream = state.device, state.device.stream()
+    reached, copy = threading.Event(), device.copy
+
+    def copy_half(stream, pieces):
+        copy(stream, [(to, source, size // 2) for to, source, size in pieces])
+        stream.give(reached.set)
+        stream.give(threading.Event().wait)
+
+    device.copy = copy_half
+    with device.on(stream):
+        state.source["t"].fill_(value)
+        state.pub.publish()
+    assert reached.wait(20)
+
 
 SLOTS = [1, 3]
 

@@ -1,5 +1,6 @@
 """Garbage in the reader table does not stop the writer."""
 
+import os
 import secrets
 from math import inf as for_ever
 
@@ -7,9 +8,21 @@ import pytest
 
 import shmsync
 from support.calls import outcome
-from support.faults.reader_table import ACKED, OWNER, PIN, word, write_row
+from support.faults.forged import ACKED, OWNER, PIN, ROW, rows_offset, word
 from support.jobs.engine import attach, detach, enter, leave, look
+from support.processes import segment_path
 from support.weights import stamped
+
+
+def write_row(state, offset, content, row=None):
+    """Overwrite bytes of a reader row (this worker's own) as a stray pointer would."""
+    fd = os.open(segment_path(state.sub.name), os.O_RDWR)
+    try:
+        start = rows_offset(state.sub.name) + ROW * (state.sub._reader.row if row is None else row)
+        os.pwrite(fd, content, start + offset)
+    finally:
+        os.close(fd)
+
 
 GARBAGE = {
     "pin of all ones": [(PIN, word(2**64 - 1))],

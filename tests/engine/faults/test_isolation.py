@@ -1,15 +1,36 @@
 """Weights change by a send only, and a worker cannot damage them."""
 
+import ctypes
+import errno
 import math
+import mmap
 import signal
 
 import pytest
 import torch
 
 import shmsync
-from support.jobs.engine import attach, detach, fill_weights, look, read_digest, unprotect, wait_version
+from support.jobs.engine import attach, detach, look, wait_version
 from support.weights import Net, bytes_of, stamp, stamped
 from support.worker import Gone
+
+
+def read_digest(state):
+    """The bytes of all leaves."""
+    with state.sub.read() as section:
+        return bytes_of(section.weights)
+
+
+def fill_weights(state, value):
+    state.sub.weights["large"].fill_(value)
+
+
+def unprotect(state):
+    """mprotect the pages to writable: (result, errno)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    address = state.sub.weights["large"].data_ptr() // 4096 * 4096
+    result = libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(4096), mmap.PROT_READ | mmap.PROT_WRITE)
+    return result, errno.errorcode.get(ctypes.get_errno())
 
 
 @pytest.fixture(scope="module")

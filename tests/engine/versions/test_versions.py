@@ -9,19 +9,38 @@ import torch
 
 import shmsync
 from support.calls import Call
-from support.jobs.engine import (
-    attach,
-    call_module,
-    close_publisher,
-    collect_versions,
-    count,
-    open_counting,
-    publish,
-    refresh,
-    tell_versions,
-)
+from support.jobs.engine import attach, close_publisher, count, open_counting, publish, refresh
 from support.processes import until_waits
-from support.weights import stamped
+from support.weights import Counting, stamped, stamps
+
+
+def tell_versions(state, fails):
+    """Bind a module, and keep what on_version() calls with, and what the weights say in that call."""
+    state.module, state.told = state.sub.bind(Counting()).requires_grad_(False), []
+
+    def tell(version):
+        says = state.sub.weights["first", "bias"], state.sub.state_dict()["last.bias"], state.module(0)
+        state.told.append((version, *map(int, says)))
+        if version == fails:
+            raise OSError(f"version {version} has no place")
+
+    state.sub.on_version(tell)
+
+
+def call_module(state):
+    return int(state.module(0)), state.told
+
+
+def collect_versions(state, *, reads, **kwargs):
+    """Every version of the loop; with `reads` also the version of a section in its body, and what its weights say."""
+    seen = []
+    for version in state.sub.versions(**kwargs):
+        if reads:
+            with state.sub.read() as section:
+                seen.append((version, section.version, *stamps(section.weights)))
+        else:
+            seen.append(version)
+    return seen
 
 
 def collected(worker, slots, *, reads):

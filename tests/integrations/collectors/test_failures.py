@@ -14,9 +14,25 @@ from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from support import processes
 from support.calls import Call
 from support.processes import until, until_waits
-from support.torchrl import parts, policies
+from support.torchrl import policies
 from support.torchrl.parts import ask, ask_one, pids, tags
 from support.torchrl.policies import Acting, Remembering, Tagged, seen
+
+
+def hold(policy, gate, folder):
+    """Its forwards say in that folder that they have begun, and wait until there is a file of the gate's name."""
+    policy.gate, policy.folder = gate, folder
+
+
+def enter_forwards(collecting, folder):
+    """Let every worker collect, and return when each is in a forward of its Tagged: what lets them out."""
+    gate = folder / "gate"
+    ask(collecting, "policy.call", hold, str(gate), str(folder))
+    for pipe in collecting.pipes:
+        pipe.send((None, "continue"))
+    until(lambda: len(os.listdir(folder)) == collecting.num_workers)
+    return gate.touch
+
 
 KINDS = [MultiSyncCollector, MultiAsyncCollector]
 
@@ -55,7 +71,7 @@ def test_a_killed_worker_is_named_and_the_next_update_goes_on_without_it(collect
 def test_a_worker_killed_in_a_forward_while_the_update_waits_is_named(collector, tmp_path):
     policy = Tagged()
     collecting = collector(policy, frames_per_batch=2, scheme=ShmWeightSyncScheme(timeout=60))
-    end_forwards = parts.enter_forwards(collecting, tmp_path)
+    end_forwards = enter_forwards(collecting, tmp_path)
 
     def kill_when_it_waits():
         until_waits(threading.main_thread(), "until_free")
@@ -140,7 +156,7 @@ def test_a_stopped_worker_is_late_and_works_again_when_it_goes_on(collector):
 def test_a_worker_stopped_in_a_forward_stalls_an_update_for_no_longer_than_the_timeout(collector, slots, tmp_path):
     policy = Tagged()
     collecting = collector(policy, frames_per_batch=2, scheme=ShmWeightSyncScheme(slots=slots, timeout=1.0))
-    end_forwards = parts.enter_forwards(collecting, tmp_path)
+    end_forwards = enter_forwards(collecting, tmp_path)
     stop(collecting, 1)
     end_forwards()  # of the other one
     policy.set(1)

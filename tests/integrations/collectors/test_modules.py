@@ -3,10 +3,35 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from support.torchrl import policies
 from support.torchrl.parts import ask
-from support.torchrl.policies import Acting, Normalising, Outer
+from support.torchrl.policies import Acting, Remembering
+
+
+class Normalising(nn.Module):
+    """BatchNorm in train mode: its forward writes in its buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1)
+
+    def forward(self, observation):
+        return self.norm(torch.stack([observation, observation + 1]))[0]
+
+
+class Outer(nn.Module):
+    """Two modules with notes, one in the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Remembering()
+        self.deeper = nn.Sequential(nn.Identity(), Remembering())
+
+    def forward(self, observation):
+        return self.inner(observation) + self.deeper(observation)
+
 
 COUNT = "module.norm.num_batches_tracked"
 

@@ -5,13 +5,42 @@ from __future__ import annotations
 import pytest
 import torch
 from torchrl.collectors import MultiAsyncCollector
+from torchrl.data import Unbounded
+from torchrl.envs import TransformedEnv
+from torchrl.envs.transforms import Transform, VecNormV2
 from torchrl.weight_update import WeightStrategy
 
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
-from support.torchrl import environments
-from support.torchrl.environments import Critic
+from support.torchrl.environments import Critic, Steps
 from support.torchrl.parts import ask, scheme_of, tags
 from support.torchrl.policies import Tagged, seen
+
+
+class WithValue(Transform):
+    """Writes what its value net says into each frame."""
+
+    def __init__(self):
+        super().__init__()
+        self.value_net = Critic()
+
+    def _step(self, tensordict, next_tensordict):
+        return next_tensordict.set("value", self.value_net())
+
+    def _reset(self, tensordict, tensordict_reset):
+        return tensordict_reset.set("value", self.value_net())
+
+    def transform_observation_spec(self, spec):
+        spec["value"] = Unbounded((1,))
+        return spec
+
+
+def valued():
+    return TransformedEnv(Steps(), WithValue())
+
+
+def normalising():
+    return TransformedEnv(Steps(), VecNormV2(in_keys=["observation"], decay=0.9))
+
 
 VALUE = "env.transform[0].value_net"
 
@@ -38,7 +67,7 @@ def test_a_value_net_in_a_transform(collector):
     value = Critic(5)
     apart = {"per_worker_weights": True}
     schemes = {"policy": ShmWeightSyncScheme(**apart), VALUE: scheme_of(value, VALUE, **apart)}
-    collecting = collector(Tagged(), schemes=schemes, env=environments.valued)
+    collecting = collector(Tagged(), schemes=schemes, env=valued)
     assert ask(collecting, f"{VALUE}.read") == [5, 5]
     batches = iter(collecting)
     assert (next(batches)["next", "value"] == 5).all()
@@ -52,11 +81,11 @@ def test_a_value_net_in_a_transform(collector):
 
 def test_statistics_of_a_transform_are_extra_state(collector):
     """VecNormV2 has no parameters at all: what it knows is its extra state."""
-    trained = environments.normalising()
+    trained = normalising()
     transform = trained.transform
     trained.rollout(50)
     schemes = {"policy": ShmWeightSyncScheme(), "env.transform[0]": scheme_of(transform, "env.transform[0]")}
-    collecting = collector(Tagged(), schemes=schemes, env=environments.normalising)
+    collecting = collector(Tagged(), schemes=schemes, env=normalising)
 
     def arrived():
         expected = transform.get_extra_state()

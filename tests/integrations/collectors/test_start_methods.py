@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -12,10 +14,27 @@ from torchrl.collectors import MultiSyncCollector
 import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from support.processes import alive, segments
-from support.torchrl import children, parts, probes
+from support.torchrl import children, parts
 from support.torchrl.environments import Critic, Steps
 from support.torchrl.parts import ask, tags
-from support.torchrl.policies import Tagged, seen
+from support.torchrl.policies import Tagged, seen, thread_names
+
+
+def fork_and_join():
+    """The exit code of a child that ends as Python programs do."""
+    child = multiprocessing.get_context("fork").Process(target=thread_names)
+    child.start()
+    child.join()
+    return child.exitcode
+
+
+def fork_and_leave():
+    """The pid of a child that stays until it is killed."""
+    pid = os.fork()
+    if pid == 0:
+        while True:
+            time.sleep(1)
+    return pid
 
 
 def schemes_of_two():
@@ -33,7 +52,7 @@ def life_of(collecting, policy):
     assert tags(collecting) == [2, 4]
     collecting.update_policy_weights_(Tagged(5))
     models = len(collecting._weight_sync_schemes)
-    assert all(names.count("shmsync") == models for names in ask(collecting, "env.call", probes.thread_names))
+    assert all(names.count("shmsync") == models for names in ask(collecting, "env.call", thread_names))
     batch = next(iter(collecting))
     assert (seen(batch) == 5).all()
     assert set(batch["policy_version"].unique().tolist()) <= {2, 3}  # worker 1 had one update more
@@ -76,10 +95,10 @@ def test_spawn():
 def test_a_worker_may_fork(collector):
     """As ParallelEnv does. What its child inherits is not the child's to give back, and hides no death."""
     collecting = collector(Tagged())
-    assert ask(collecting, "env.call", probes.fork_and_join) == [0, 0]
+    assert ask(collecting, "env.call", fork_and_join) == [0, 0]
     collecting.update_policy_weights_(Tagged(1))
     assert tags(collecting) == [1, 1]
-    children = ask(collecting, "env.call", probes.fork_and_leave)
+    children = ask(collecting, "env.call", fork_and_leave)
     try:
         collecting.update_policy_weights_(Tagged(2))
         assert tags(collecting) == [2, 2]

@@ -13,25 +13,3 @@ class Lookup(Context):
 
     def get_model(self, model_id):
         return self.models[model_id]
-
-
-class Stubborn(Exception):
-    """Pickles, and fails on the way back."""
-
-    def __init__(self, one, two):
-        super().__init__(f"{one} and {two}")
-
-
-class Failing(Context):
-    """A context whose model is not there yet when its receiver is made, and cannot be made later either."""
-
-    def get_model(self, model_id):
-        if not self.ready:
-            raise KeyError(model_id)
-        return model_of_worker(self)
-
-
-def model_of_worker(context):
-    if context.error is not None:
-        raise context.error
-    return context.model

@@ -34,22 +34,6 @@ class Tied(Stamped):
         stamp(self, value)
 
 
-class Apart(Tied):
-    """The same names, but nothing is tied."""
-
-    def __init__(self, value=0):
-        super().__init__(value)
-        self.tied.weight = nn.Parameter(self.layer.weight.detach().clone())
-
-
-class Brief(Stamped):
-    """Of bfloat16."""
-
-    def __init__(self, value=0):
-        super().__init__(value)
-        self.to(torch.bfloat16)
-
-
 class Slow(Stamped):
     """Takes its time between two looks at its weights."""
 

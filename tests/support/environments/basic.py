@@ -14,7 +14,6 @@ from torch import nn
 
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 
-THREE = spaces.Box(-1e9, 1e9, (3,), np.float32)
 BYTES = spaces.Box(0, 255, (3,), np.uint8)
 SCHEMES = [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme]
 
@@ -150,44 +149,6 @@ class Odd(Counting):
         return self._reset if self._step is ... else self._step, self._reward, self._terminated, False, {}
 
 
-class Reusing(Counting):
-    """Gives the same array out each time, and writes into it; clears its action too."""
-
-    action_space = spaces.Box(-1e9, 1e9, (1,), np.float32)
-
-    def __init__(self):
-        super().__init__()
-        self._array = np.zeros(1, np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        self._array[:] = super().reset(seed=seed)[0]
-        return self._array, {}
-
-    def step(self, action):
-        action[:] = -7
-        self._array[:], *rest = super().step(action)
-        return self._array, *rest
-
-
-class Scribbling(nn.Module):
-    """Returns what it got as its action, and writes into it."""
-
-    def __init__(self, takes_tensordict=False):
-        super().__init__()
-        self.zero = nn.Parameter(torch.zeros(1))
-        if takes_tensordict:
-            self.in_keys, self.out_keys = ["observation"], ["action", "observation"]
-
-    def forward(self, given):
-        if isinstance(given, torch.Tensor):
-            action = given + self.zero
-            given.fill_(99.0)
-            return action
-        given["action"] = given["observation"] + self.zero
-        given["observation"] = given["observation"] * 100
-        return given
-
-
 class Starting(Counting):
     """Actions that do not begin at 0. Its reward is the action that it got, summed."""
 
@@ -199,19 +160,6 @@ class Starting(Counting):
         assert not self.check or self.action_space.contains(action), action
         observation, _, *rest = super().step(action)
         return observation, float(np.sum(action)), *rest
-
-
-class Always(nn.Module):
-    """The same action for every environment."""
-
-    def __init__(self, action, dtype=torch.int64):
-        super().__init__()
-        self.zero = nn.Parameter(torch.zeros(1))
-        self.action, self.dtype = action, dtype
-
-    def forward(self, observation):
-        one = torch.tensor(self.action, dtype=self.dtype)
-        return one.expand(len(observation), *one.shape)
 
 
 class Other(nn.Module):
@@ -230,14 +178,3 @@ class Other(nn.Module):
             "x": torch.zeros(len(observation), 2),
             **(self.out if self.calls > self.after else {}),
         }
-
-
-class Enormous(nn.Module):
-    """Its one parameter is more than any machine has, and takes nothing here: every element is the same one."""
-
-    def __init__(self):
-        super().__init__()
-        self.action = nn.Parameter(torch.zeros(1).expand(1 << 42))
-
-    def forward(self, observation):
-        return torch.zeros(len(observation), dtype=torch.int64)

@@ -7,8 +7,6 @@ import struct
 import zlib
 from pathlib import Path
 
-from shmsync import _native
-from shmsync.memory.manifest import fingerprint
 from support.processes import segment_path
 
 IDENTITY = struct.Struct("<QIIQ16sQ16sQIIQIiQQQQII80s40s")
@@ -17,7 +15,6 @@ FIELDS = (
     "slot_bytes", "slab_kind", "slab_fd", "slab_inode", "manifest_offset", "manifest_bytes", "fingerprint", "crc",
     "ready", "slab_handle", "pad",
 )  # fmt: skip
-CURRENT = 256
 
 
 def packed(fields):
@@ -36,21 +33,21 @@ def forge(name, **words):
     write(name, 0, packed({**identity(path), **words}))
 
 
-def forge_manifest(name, text):
-    """Give an arena another manifest; the file grows where it has to."""
-    path = segment_path(name)
-    found = identity(path)
-    size = _native.segment_bytes(found["slots"], found["readers"], len(text))
-    os.truncate(path, max(size, path.stat().st_size))
-    write(name, found["manifest_offset"], text)
-    os.truncate(path, size)
-    forge(name, manifest_bytes=len(text), segment_bytes=size, fingerprint=fingerprint(text))
-
-
 def write(name, offset, data):
     with open(segment_path(name), "r+b", buffering=0) as file:
         os.pwrite(file.fileno(), data, offset)
 
 
-def word64(value):
-    return struct.pack("<Q", value % 2**64)
+# ---- the reader table, byte by byte
+
+ROW = 128  # bytes; native/include/shmsync/layout.hpp
+OWNER, PIN, ACKED = 0, 8, 16
+
+
+def rows_offset(name):
+    found = identity(segment_path(name))
+    return (found["manifest_offset"] + found["manifest_bytes"] + 65535) // 65536 * 65536
+
+
+def word(value):
+    return struct.pack("<Q", value)

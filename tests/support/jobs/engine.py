@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import mmap
 import os
 import tempfile
-import time
 
 import shmsync
 from shmsync.engine.bind import guard as guards
 from shmsync.engine.bind.binding import ModuleCheck
-from shmsync.engine.write.writer import Writer
-from support.weights import Counting, bytes_of, fill, stamped, stamps
+from support.weights import Counting, fill, stamped, stamps
 
 # What a new subscriber gets when the publisher was killed: any publisher that is made then, another test's too, removes
 # what was left of the arena.
 GONE = (shmsync.WriterDied, shmsync.ArenaNotFound)
-
-
-def create_and_stall(state, name, slots=1):
-    """A publisher in the middle of its first copy."""
-    Writer.publish = lambda self, *given, **named: time.sleep(10**6)
-    shmsync.Publisher(stamped(1), name=name, slots=slots)
 
 
 def run_source(state, source):
@@ -57,29 +46,8 @@ def open_arena(state, version=1, *, words=4096, first_version=1, **kwargs):
     return state.pub.handle
 
 
-def fork_a_sleeper(state):
-    """A child that lives on without its parent; its pid."""
-    pid = os.fork()
-    if pid == 0:
-        time.sleep(60)
-        os._exit(0)
-    return pid
-
-
 def publish(state, version, **kwargs):
     return state.pub.publish(stamped(version, words=state.words), **kwargs)
-
-
-def publish_for_ever(state):
-    while True:
-        state.pub.publish()
-        time.sleep(0.001)
-
-
-def publish_stamps_for_ever(state):
-    while True:
-        publish(state, state.pub.version + 1)
-        time.sleep(0.001)
 
 
 def open_counting(state, version=1, **kwargs):
@@ -94,12 +62,6 @@ def open_counting(state, version=1, **kwargs):
 def count(state):
     fill(state.net, state.pub.version + 1)
     state.pub.publish()
-
-
-def count_for_ever(state):
-    while True:
-        count(state)
-        time.sleep(0.0003)
 
 
 def begin_update(state, version):
@@ -153,62 +115,12 @@ def read(sub, **kwargs):
         return (section.version, *stamps(section.weights))
 
 
-def tell_versions(state, fails):
-    """Bind a module, and keep what on_version() calls with, and what the weights say in that call."""
-    state.module, state.told = state.sub.bind(Counting()).requires_grad_(False), []
-
-    def tell(version):
-        says = state.sub.weights["first", "bias"], state.sub.state_dict()["last.bias"], state.module(0)
-        state.told.append((version, *map(int, says)))
-        if version == fails:
-            raise OSError(f"version {version} has no place")
-
-    state.sub.on_version(tell)
-
-
-def call_module(state):
-    return int(state.module(0)), state.told
-
-
 def refresh(state):
     return state.sub.refresh()
 
 
 def wait_version(state, version, **kwargs):
     return state.sub.wait_version(version, **kwargs)
-
-
-def collect_versions(state, *, reads, **kwargs):
-    """Every version of the loop; with `reads` also the version of a section in its body, and what its weights say."""
-    seen = []
-    for version in state.sub.versions(**kwargs):
-        if reads:
-            with state.sub.read() as section:
-                seen.append((version, section.version, *stamps(section.weights)))
-        else:
-            seen.append(version)
-    return seen
-
-
-def apply_until(state, version):
-    """Apply version after version until this one."""
-    while state.sub.version < version:
-        state.sub.refresh()
-        time.sleep(0.001)
-    return state.sub.version
-
-
-def read_for_ever(state):
-    while True:
-        with state.sub.read() as section:
-            low, high = stamps(section.weights)
-            assert low == high == section.version
-
-
-def read_digest(state):
-    """The bytes of all leaves."""
-    with state.sub.read() as section:
-        return bytes_of(section.weights)
 
 
 # ---- never torn
@@ -238,29 +150,6 @@ def read_until(state, reads, versions):
         accepted += 1
         seen.add(version)
     return accepted, len(seen), torn
-
-
-def read_until_torn(state):
-    """Sections until one shows two versions at once; how many that took."""
-    sections = 0
-    while True:
-        sections += 1
-        with state.sub.read() as section:
-            low, high = stamps(section.weights)
-        if low != high:
-            return sections
-
-
-def fill_weights(state, value):
-    state.sub.weights["large"].fill_(value)
-
-
-def unprotect(state):
-    """mprotect the pages to writable: (result, errno)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    address = state.sub.weights["large"].data_ptr() // 4096 * 4096
-    result = libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(4096), mmap.PROT_READ | mmap.PROT_WRITE)
-    return result, errno.errorcode.get(ctypes.get_errno())
 
 
 def bind(state, factory, *args, train=True, **kwargs):

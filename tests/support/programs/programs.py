@@ -12,17 +12,12 @@ from pathlib import Path
 
 import psutil
 
-from support.processes import state, until
+from support.processes import until
 
 
 def become_sleep(_):
     """Run another program in this process. It keeps its pid and its start time, and loses all memory."""
     os.execv("/bin/sleep", ["sleep", "100000"])
-
-
-def until_it_sleeps(pid):
-    """Until become_sleep() is done, and the kernel shows all of the new program."""
-    until(lambda: Path(f"/proc/{pid}/comm").read_text() == "sleep\n" and state(pid) == "S")
 
 
 def members(session):

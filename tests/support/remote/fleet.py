@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import rpc
 
-from shmsync import DistributedTransport, DistributedWeightSyncScheme, ManifestMismatch, RPCWeightSyncScheme
+from shmsync import DistributedWeightSyncScheme, RPCWeightSyncScheme
 from support.holdings import mapping_at
 from support.weights import fill
 
@@ -210,74 +210,3 @@ def send_what_does_not_fit(state):
 
 
 # ---- transports alone
-
-
-def open_transport(state, rank, **options):
-    state.transport = DistributedTransport(state.store, rank, **options)
-
-
-def use(state, call, *args, **kwargs):
-    return getattr(state.transport, call)(*args, **kwargs)
-
-
-def wait_in_vain(state):
-    """wait_ack(), for 0.2 seconds."""
-    state.transport.timeout = 0.2
-    try:
-        state.transport.wait_ack()
-    finally:
-        state.transport.timeout = FOR_EVER
-
-
-def send_sample(state, value, call="send_weights"):
-    weights = linear(value).state_dict()
-    getattr(state.transport, call)(*(("env.value_net",) if call != "send_initial_weights" else ()), weights)
-
-
-def documented_loop(state, count, blocking, word="updated"):
-    """What a collector's worker does: it waits for the instruction in the store, then receives and answers."""
-    found, (into, out) = [], ("NODE_1_in", "NODE_1_out")
-    while len(found) < count:
-        if not (blocking or state.store.check([into])):
-            continue
-        instruction = state.store.get(into)
-        state.store.delete_key(into)
-        assert instruction == b"update_weights"
-        model_id, weights = state.transport.receive_weights()
-        found.append((model_id, sorted(weights), {float(t.min()) for t in weights.values()}))
-        if blocking:
-            state.transport.send_ack(word)
-        else:
-            state.store.set(out, word)
-    return found
-
-
-def receive_into(state, how):
-    """(is what was returned what was given, what is in it)."""
-    target = linear() if how == "model" else {name: t.clone() for name, t in linear().state_dict().items()}
-    returned = state.transport.receive_weights(FOR_EVER, **{how: target})
-    state.transport.send_ack()
-    tensors = target.state_dict() if how == "model" else target
-    return returned is target, {float(each.min()) for each in tensors.values()}
-
-
-def receive_what_does_not_fit(state):
-    """The error's name."""
-    try:
-        state.transport.receive_weights(FOR_EVER, model=nn.Linear(3, 3))
-    except ManifestMismatch as error:
-        return type(error).__name__
-
-
-def receive_initial(state):
-    return {float(each.min()) for each in state.transport.receive_initial_weights().values()}
-
-
-def own_send(state, tag):
-    dist.send(torch.full((4,), float(tag)), 1, tag=tag)
-
-
-def own_receive(state, tag):
-    found = torch.zeros(4)
-    dist.recv(found, 0, tag=tag)
-    return found[0].item()

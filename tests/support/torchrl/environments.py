@@ -6,8 +6,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 from torchrl.data import Binary, Composite, Unbounded
-from torchrl.envs import EnvBase, TransformedEnv
-from torchrl.envs.transforms import Transform, VecNormV2
+from torchrl.envs import EnvBase
 
 
 class Critic(nn.Module):
@@ -56,29 +55,3 @@ class Steps(EnvBase):
 
     def _set_seed(self, seed):
         torch.manual_seed(seed or 0)
-
-
-class WithValue(Transform):
-    """Writes what its value net says into each frame."""
-
-    def __init__(self):
-        super().__init__()
-        self.value_net = Critic()
-
-    def _step(self, tensordict, next_tensordict):
-        return next_tensordict.set("value", self.value_net())
-
-    def _reset(self, tensordict, tensordict_reset):
-        return tensordict_reset.set("value", self.value_net())
-
-    def transform_observation_spec(self, spec):
-        spec["value"] = Unbounded((1,))
-        return spec
-
-
-def valued():
-    return TransformedEnv(Steps(), WithValue())
-
-
-def normalising():
-    return TransformedEnv(Steps(), VecNormV2(in_keys=["observation"], decay=0.9))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import time
 from multiprocessing import forkserver, resource_sharer, resource_tracker
 
@@ -13,9 +12,8 @@ import torch
 from torchrl.collectors import MultiSyncCollector
 
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
-from support.processes import alive, until
+from support.processes import alive
 from support.torchrl.environments import Steps
-from support.torchrl.probes import hold
 
 
 class _Server(forkserver.ForkServer):
@@ -142,13 +140,3 @@ def tags(collector):
         assert low == high, weights
         found.append(low)
     return found
-
-
-def enter_forwards(collecting, folder):
-    """Let every worker collect, and return when each is in a forward of its Tagged: what lets them out."""
-    gate = folder / "gate"
-    ask(collecting, "policy.call", hold, str(gate), str(folder))
-    for pipe in collecting.pipes:
-        pipe.send((None, "continue"))
-    until(lambda: len(os.listdir(folder)) == collecting.num_workers)
-    return gate.touch

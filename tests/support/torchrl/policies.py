@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -52,23 +53,6 @@ class Tagged(Readable, TensorDictModuleBase):
         fill(self, tag)
 
 
-class PlainTagged(Readable, nn.Module):
-    """The same for a module without TensorDicts: its action is the number of the update. TorchRL hands it
-    the version too."""
-
-    def __init__(self, tag=0.0, *, pause=0.0):
-        super().__init__()
-        self.weight, self.other = nn.Parameter(torch.tensor([float(tag)])), nn.Parameter(torch.tensor([float(tag)]))
-        self.pause = pause
-
-    def forward(self, observation, policy_version=None):
-        first = self.weight.detach().clone()
-        time.sleep(self.pause)
-        return torch.where(first == self.other.detach(), first, -1.0) * torch.ones_like(observation)
-
-    set = Tagged.set
-
-
 def seen(frames):
     """The tag of every frame: each of its parts must be of the same weights."""
     for key in ("first", "last"):
@@ -81,17 +65,6 @@ class Acting(Readable, TensorDictModule):
 
     def __init__(self, net):
         super().__init__(net, in_keys=["observation"], out_keys=["action"])
-
-
-class Normalising(nn.Module):
-    """BatchNorm in train mode: its forward writes in its buffers."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(1)
-
-    def forward(self, observation):
-        return self.norm(torch.stack([observation, observation + 1]))[0]
 
 
 class Remembering(nn.Module):
@@ -120,19 +93,11 @@ class Remembering(nn.Module):
             self.weight.fill_(len(self.notes))
 
 
-class Outer(nn.Module):
-    """Two modules with notes, one in the other."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = Remembering()
-        self.deeper = nn.Sequential(nn.Identity(), Remembering())
-
-    def forward(self, observation):
-        return self.inner(observation) + self.deeper(observation)
-
-
 def notes(policy):
     """What the modules of a policy remember, by their weights: (weight, notes) each."""
     found = [module for module in policy.modules() if isinstance(module, Remembering)]
     return [(int(module.weight), module.notes) for module in found]
+
+
+def thread_names():
+    return sorted(thread.name for thread in threading.enumerate())

@@ -1,13 +1,34 @@
 """Whatever the words of a control segment say, a reader gets an error, and reads nothing that lies elsewhere."""
 
+import os
+import struct
+
 import pytest
 import torch
 
 import shmsync
-from shmsync import cli
+from shmsync import _native, cli
 from shmsync.memory import inspection as observed
 from shmsync.memory.manifest import Manifest, fingerprint
-from support.faults.forged import CURRENT, forge_manifest, identity, segment_path, word64, write
+from support.faults.forged import forge, identity, write
+from support.processes import segment_path
+
+CURRENT = 256
+
+
+def forge_manifest(name, text):
+    """Give an arena another manifest; the file grows where it has to."""
+    path = segment_path(name)
+    found = identity(path)
+    size = _native.segment_bytes(found["slots"], found["readers"], len(text))
+    os.truncate(path, max(size, path.stat().st_size))
+    write(name, found["manifest_offset"], text)
+    os.truncate(path, size)
+    forge(name, manifest_bytes=len(text), segment_bytes=size, fingerprint=fingerprint(text))
+
+
+def word64(value):
+    return struct.pack("<Q", value % 2**64)
 
 
 @pytest.fixture

@@ -7,9 +7,6 @@ import random
 import pytest
 import torch
 
-import shmsync
-from support.calls import Call
-
 
 class Reference:
     """A publisher of many leaves, and what the newest version must be."""
@@ -73,10 +70,6 @@ def test_every_leaf_is_right_after_any_sequence_of_writes(publisher, subscriber,
                 weights.get(tuple(name.split("."))).copy_(value)
         arena.published(given)
 
-    def refused():
-        with pytest.raises(shmsync.ManifestMismatch):
-            pub.publish({**arena.some(), "9.weight": torch.zeros(2)})
-
     def failed_update():
         given = arena.some()
         with pytest.raises(ZeroDivisionError), pub.update() as weights:
@@ -86,17 +79,8 @@ def test_every_leaf_is_right_after_any_sequence_of_writes(publisher, subscriber,
         if slots == 1:  # poisoned: only all of it repairs it
             pub.publish(arena.values)
 
-    def stalled():
-        if slots != 2:
-            return
-        with arena.sub.read():
-            pub.publish(given := arena.some())
-            arena.published(given)
-            with pytest.raises(shmsync.ReaderStalled):
-                Call(pub.publish, arena.some(), timeout=0).result()
-
-    for _ in range(250):
-        arena.chance.choice((publish, publish, publish, update, refused, failed_update, stalled))()
+    for _ in range(100):
+        arena.chance.choice((publish, publish, publish, update, failed_update))()
         arena.check()
 
 

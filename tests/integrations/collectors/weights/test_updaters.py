@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector, WeightUpdaterBase
 
 import shmsync
-from support.torchrl import parts, probes
+from support.torchrl import parts
 from support.torchrl.environments import Steps
 from support.torchrl.parts import tags
 from support.torchrl.policies import Tagged
+
+
+def assign(policy, tag):
+    """Give this worker's policy private tensors, all filled with one number."""
+    for tensor in (*policy.parameters(), *policy.buffers()):
+        tensor.data = torch.full_like(tensor, tag)
+
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using WeightUpdaterBase is deprecated"),
@@ -36,7 +44,7 @@ class IntoPolicy(shmsync.WeightUpdaterBase):
         if worker_id is None:
             self.collector.policy.set(tag)
         else:
-            parts.ask_one(self.collector, worker_id, "policy.call", probes.assign, tag)
+            parts.ask_one(self.collector, worker_id, "policy.call", assign, tag)
 
 
 def make_updater():

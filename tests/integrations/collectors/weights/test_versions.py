@@ -9,15 +9,34 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 
 import pytest
 import torch
+from torch import nn
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
-from support.torchrl import policies
-from support.torchrl.policies import Tagged, seen
+from support.torchrl.policies import Readable, Tagged, seen
+
+
+class PlainTagged(Readable, nn.Module):
+    """The same for a module without TensorDicts: its action is the number of the update. TorchRL hands it
+    the version too."""
+
+    def __init__(self, tag=0.0, *, pause=0.0):
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.tensor([float(tag)])), nn.Parameter(torch.tensor([float(tag)]))
+        self.pause = pause
+
+    def forward(self, observation, policy_version=None):
+        first = self.weight.detach().clone()
+        time.sleep(self.pause)
+        return torch.where(first == self.other.detach(), first, -1.0) * torch.ones_like(observation)
+
+    set = Tagged.set
+
 
 BOTH = [(MultiSyncCollector, 1), (MultiAsyncCollector, 3)]  # with so many slots
 ENOUGH = 12  # updates
@@ -105,7 +124,7 @@ def test_with_every_option(collector, options):
 
 
 def test_a_policy_that_is_a_plain_module(collector):
-    policy = policies.PlainTagged(pause=0.001)
+    policy = PlainTagged(pause=0.001)
     assert len(collect(collector(policy), policy, true_actions)) >= ENOUGH
 
 
