@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import re
 import select
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 from ..engine.deadlines import SLICE
@@ -22,6 +24,7 @@ from .worker_process import FAILED, RETURNED, run
 
 TERMINATED = 2.0  # seconds from SIGTERM to SIGKILL
 EXIT_CODE = 1.0  # seconds; a fork server reports an exit code a moment after the death
+_COUNTERS = Path("/proc/vmstat")  # of the machine; kills at the limit of a cgroup count there too
 
 
 class Process:
@@ -57,6 +60,7 @@ class Process:
         self.failure: Failure | None = None
         self.received: list[tuple[str, Any]] = []
         self.over = self.reported = self._returned = False
+        self._memory_kills = memory_kills()
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
             target=run,
@@ -94,8 +98,8 @@ class Process:
         if self.over:
             self.process.join(EXIT_CODE)
         words = str(self.peer)
-        if self.process.exitcode == -9:
-            words += ", by hand or by the kernel for lack of memory: `dmesg` tells"
+        if self.process.exitcode == -9 and memory_kills() > self._memory_kills:
+            words += ", possibly out of memory: the kernel has killed a process for that since this one was started"
         return words
 
     def send(self, word: str, content: Any = None) -> None:
@@ -205,3 +209,15 @@ def _named() -> Iterator[None]:
             "the top level of a module, and import it from there (in a notebook a cell with %%writefile makes one), or "
             "use start_method='fork'"
         ) from error
+
+
+def memory_kills(counters: Path = _COUNTERS) -> int:
+    """How many processes the kernel has killed for lack of memory so far, as far as this process may know.
+
+    It only grows, and says how often, not whom.
+    """
+    try:
+        found = re.search(r"^oom_kill (\d+)$", counters.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0

@@ -29,8 +29,7 @@ def test_a_death_names_pid_and_signal(pub, wait):
     with shmsync.Workers(pub, jobs.apply, 2) as workers:
         pid = pids(workers)[1]
         kill(pid)
-        words = rf"worker 1 died \(pid {pid}, killed by SIGKILL, by hand or by the kernel"
-        with pytest.raises(shmsync.WorkerDied, match=words) as caught:
+        with pytest.raises(shmsync.WorkerDied, match=rf"worker 1 died \(pid {pid}, killed by SIGKILL\)") as caught:
             pub.publish(stamped(2), wait=wait)
         assert (caught.value.missing, pub.version) == ([1], caught.value.version)
         assert workers.alive == [0]
