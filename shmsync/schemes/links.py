@@ -171,19 +171,19 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Tag], deadline: float) 
     poller = select.poll()
     watched: dict[int, tuple[int, bool]] = {}  # by descriptor: the worker, and is it the process?
 
-    def watch(index: int, link: Link) -> None:
-        pipe, peer = link.pipe, link.peer
-        if not pipe.over:
+    def watch(index: int, link: Link) -> bool:
+        """Wake up for this worker; False: its pipe has ended, from which no event comes."""
+        pipe, peer, over = link.pipe, link.peer, link.pipe.over
+        if not over:
             watched[pipe.fd] = index, False
             poller.register(pipe.fd, select.POLLIN | (select.POLLOUT if pipe.unsent else 0))
         if peer is not None and peer.fd is not None and peer.fd not in watched:
             watched[peer.fd] = index, True
             poller.register(peer.fd, select.POLLIN)
+        return not over
 
-    for index, link in links.items():
-        watch(index, link)
-    # Another thread may have read the answer already, and no event comes from a pipe that has ended.
-    ready = [(i, True) for i, link in links.items() if tags[i] in link.results or link.pipe.over]
+    # Another thread may have read an answer already.
+    ready = [(i, True) for i, link in links.items() if not watch(i, link) or tags[i] in link.results]
     try:
         while waiting:
             for index, may_be_dead in ready:
