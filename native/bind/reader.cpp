@@ -129,7 +129,16 @@ class ReadMethods {
   nb::object reader_;
 };
 
+// The first import of tensordict takes over 1 s, and a section may be for `section.weights`: inside, a publisher with
+// one slot would wait for it.
 PyObject* read_of_methods(PyObject* self, PyObject* args, PyObject* kwargs) {
+  static bool imported = false;
+  if (!imported) {
+    PyObject* const tensordict = PyImport_ImportModule("tensordict");
+    if (tensordict == nullptr) return nullptr;
+    Py_DECREF(tensordict);
+    imported = true;
+  }
   return read_or_null(nb::inst_ptr<ReadMethods>(self)->reader(), args, kwargs);
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -275,6 +276,7 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
             ProtocolError: the result is a generator or a coroutine, or holds one.
             ShmSyncError: as in read().
         """
+        import_module("tensordict")  # as read(), before the section
         result, version = self._reader.run(self._reader.private, fn, args, kwargs)
         return (result, version) if with_version else result
 

@@ -216,7 +216,7 @@ class ReadPath(_native.Reader):
     def tensors(self) -> dict[Key, torch.Tensor]:
         """The leaves of `weights` by key; without tensordict, whose import takes over 1 s and 130 MB."""
         self.check_open()
-        return self._shown.views(self._slot)
+        return self._shown.views(self.shown_slot)
 
     def stats(self) -> SubscriberStats:
         """As Subscriber.stats()."""
