@@ -6,7 +6,7 @@
 #include <string_view>
 
 #include "shmsync/publication.hpp"
-#include "shmsync/read_side.hpp"
+#include "shmsync/read_section.hpp"
 
 namespace shmsync::bind {
 

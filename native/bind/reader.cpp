@@ -1,7 +1,7 @@
 // Reader for Python: the methods read() and refresh() of a Subscriber, and the section object.
 //
 // A read goes this way: read() makes a Section, which costs nothing yet. Its __enter__ takes the lock and enters the
-// ReadSide (reader.hpp, then native/src/read_side.cpp); where there is a new version, or a closed gate, that calls
+// ReadSide (reader.hpp, then native/src/read_section.cpp); where there is a new version, or a closed gate, that calls
 // Python's half (shmsync/engine/read/reading.py). Its __exit__ leaves both. The rest of this file are questions that
 // Python's half asks of the reader, one line each.
 #include "reader.hpp"
@@ -181,7 +181,7 @@ void bind_reader(nb::module_& m) {
       .value("PINNED", Consistency::pinned)
       .value("OPTIMISTIC", Consistency::optimistic)
       .value("LIVE", Consistency::live);
-  nb::enum_<Enter>(m, "Enter", "How an attempt to enter a section ended; see read_side.hpp.")
+  nb::enum_<Enter>(m, "Enter", "How an attempt to enter a section ended; see read_section.hpp.")
       .value("SAME", Enter::same)
       .value("MOVED", Enter::moved)
       .value("GATED", Enter::gated)
@@ -270,7 +270,7 @@ void bind_reader(nb::module_& m) {
           "latest_slot", [](const Reader& r) { return r.side->shown_slot(); },
           "That of `latest`, whether it is there or not.")
       .def(
-          "enter_after_death", [](Reader& r) { return r.side->final(); },
+          "enter_after_death", [](Reader& r) { return r.side->enter_after_death(); },
           "Enter, or tell that it is poisoned, once the writer is known to be dead.")
       .def("ack_held", &Reader::applied, "The views show the held version: ack it.")
       .def_prop_ro(

@@ -12,7 +12,7 @@
 
 #include "check.hpp"
 #include "shmsync/publication.hpp"
-#include "shmsync/read_side.hpp"
+#include "shmsync/read_section.hpp"
 
 namespace {
 

@@ -8,7 +8,7 @@
 
 #include "shmsync/device_reads.hpp"
 #include "shmsync/publication.hpp"
-#include "shmsync/read_side.hpp"
+#include "shmsync/read_section.hpp"
 
 #define CHECK(condition)                                                                 \
   do {                                                                                   \

@@ -204,9 +204,9 @@ void a_dead_writers_whole_version_is_served_and_its_half_one_never() {
   auto reader = memory.reader();
   CHECK(writer.begin() == Begin::ready);
   CHECK(reader.try_enter() == Enter::gated);
-  CHECK(reader.final() == Enter::poisoned);
+  CHECK(reader.enter_after_death() == Enter::poisoned);
   seqlock::end(memory.slots[0].seq, 2);  // it died after the last byte, before `current`
-  CHECK(reader.final() == Enter::moved && version_of(reader.held()) == 2);
+  CHECK(reader.enter_after_death() == Enter::moved && version_of(reader.held()) == 2);
   CHECK(!reader.leave());
 }
 

@@ -34,7 +34,7 @@ from .source.sources import SAME, Filter, Patterns, Weights
 from .stats import PublisherStats, ReaderInfo
 from .subscriber import live_weights
 from .write.acks import Acks, Procs, check_workers, processes_of, wait_for_readers
-from .write.adoption import as_list
+from .write.optimizer_steps import as_list
 from .write.pin_wait import busy
 from .write.writer import Writer
 

@@ -1,7 +1,7 @@
 """What publishers and subscribers report about themselves: frozen dataclasses, times in seconds.
 
 A publisher's figures are counted in publisher.py, write/writer.py and write/pin_wait.py, a subscriber's in
-native/src/read_side.cpp and read/reading.py.
+native/src/read_section.cpp and read/reading.py.
 """
 
 from __future__ import annotations

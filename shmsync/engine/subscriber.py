@@ -22,9 +22,9 @@ from .bind.binding import ModuleCheck
 from .bind.compiled import skip
 from .bind.guard import bind
 from .bind.guarded_methods import GuardNames
-from .by_value import copy_by_value
 from .deadlines import DEFAULT_TIMEOUT, check_worker, names_nearest, timeout_or_default, timeout_or_none
 from .digest import digests_held, digests_of
+from .pickling import copy_by_value
 from .read.reading import ReadPath
 from .read.section_values import Snapshot, copied, state_of
 from .read.successor import Successor

@@ -31,10 +31,10 @@ from .api import WeightSyncScheme
 from .links import Link
 from .messages import Message, Tag, Tagged
 from .pipe import framed
+from .pipe_transport import PipeTransport
 from .receiver import PipeReceiver
 from .sender import PipeSender, Posted
 from .strategy import Form, leaves_of, refuse_odd
-from .transports import PipeTransport
 
 LARGE = 1 << 20  # bytes from which on weights travel beside the message; see docs/performance.md
 _APART = 4096  # bytes of a tensor from which on it lies beside the others in the memfd

@@ -32,10 +32,10 @@ from .context import Arguments
 from .links import Inbox, Link
 from .messages import Message, Tag
 from .pipe import framed
+from .pipe_transport import PipeTransport
 from .receiver import PipeReceiver
 from .sender import PipeSender, Posted
 from .strategy import Form, leaves_of
-from .transports import PipeTransport
 
 
 class SharedMemWeightSyncScheme(WeightSyncScheme):

@@ -13,7 +13,7 @@
 
 #include "shmsync/later.hpp"
 #include "shmsync/publication.hpp"
-#include "shmsync/read_side.hpp"
+#include "shmsync/read_section.hpp"
 
 namespace shmsync {
 

@@ -15,14 +15,12 @@ import operator
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ... import _native
 from ...errors import ManifestMismatch, ProtocolError
@@ -31,7 +29,6 @@ from ...memory.devices import assign
 from ...memory.manifest import Key, layout_of
 from ...memory.torch_modes import copy_into, counts_changes, plainly, run_plainly
 from ..bind.binding import refuse_max_norm
-from ..bind.compiled import leave_alone, skip
 from ..bind.guard import Proxy
 from ..source.manifest_check import (
     elsewhere,
@@ -44,8 +41,8 @@ from ..source.manifest_check import (
 )
 from ..source.wrappers import modules_in
 from .copy_plan import CopyPlan, PlanCache
+from .optimizer_steps import refuse_steps, step_inside_update
 
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 R = TypeVar("R")
 
 _changes = operator.attrgetter("_version")  # how often a tensor was written into
@@ -246,7 +243,7 @@ class Adoption:
     def step_inside_update(self, optimizers: Sequence[torch.optim.Optimizer], update: Callable[[], Any]) -> None:
         """Let the step() of each run in an update(), or be part of its thread's."""
         for optimizer in optimizers:
-            self._undo.append(_gate(optimizer, self._inside, update))
+            self._undo.append(step_inside_update(optimizer, self._inside, update))
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raise ValueError for one that steps no parameter of the source."""
@@ -265,22 +262,15 @@ class Adoption:
         """Refuse steps of the parameters outside update(), by other optimizers or past the step() that it is in."""
         reference = weakref.ref(self)
 
-        @leave_alone
-        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        def stray(parameters: Iterable[torch.Tensor]) -> bool:
             adoption = reference()
             if adoption is None or adoption._inside():
-                return
-            own = {id(tensor) for tensor in adoption._placed.values()}
-            if not own.isdisjoint(id(tensor) for group in optimizer.param_groups for tensor in group["params"]):
-                raise ProtocolError(
-                    f"this {type(optimizer).__name__} steps parameters of an adopted module outside update(), while "
-                    "workers read them; pass it to adopt(module, optimizer) and take (or compile) its step afterwards, "
-                    "or step inside `with pub.update():`"
-                )
+                return False
+            return not {id(tensor) for tensor in adoption._placed.values()}.isdisjoint(map(id, parameters))
 
-        hook = register_optimizer_step_pre_hook(before_step)
-        weakref.finalize(self, hook.remove).atexit = False  # of a Publisher that was not closed
-        self._undo.append(hook.remove)
+        remove = refuse_steps(stray)
+        weakref.finalize(self, remove).atexit = False  # of a Publisher that was not closed
+        self._undo.append(remove)
 
     # ---- loads
 
@@ -368,46 +358,6 @@ class _Loading(Proxy):
 
     def __reduce__(self) -> Any:
         return getattr, (self.module, self.method)  # a pickled module loads without this package
-
-
-def _gate(
-    optimizer: torch.optim.Optimizer, inside: Callable[[], bool], update: Callable[[], Any]
-) -> Callable[[], None]:
-    """Replace step() of this optimizer by one that runs in an update(); what gives the optimizer its own step back."""
-    _native.tell_dynamo()  # the next call may be compiled
-    inner, had = optimizer.step, vars(optimizer).get("step")
-
-    # Dynamo skips this frame and compiles the optimizer's own step below.
-    @skip
-    def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if inside():
-            return inner(*args, **kwargs)
-        with update():
-            return inner(*args, **kwargs)
-
-    if hasattr(inner, "_wrapped_by_lr_sched"):  # schedulers that are made later look for this attribute
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    method = MethodType(step, optimizer)  # schedulers wrap a method
-    optimizer.step = method  # type: ignore[method-assign]
-
-    def remove() -> None:
-        if vars(optimizer).get("step") is not method:
-            return  # something else has wrapped it since; inside() lets every call through
-        if had is None:
-            del optimizer.step
-        else:
-            optimizer.step = had  # type: ignore[method-assign]
-
-    return remove
-
-
-def as_list(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
-    """What adopt() takes: none, one, or several. Raises TypeError for anything else."""
-    optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    for each in optimizers:
-        if not (hasattr(each, "param_groups") and callable(getattr(each, "step", None))):
-            raise TypeError(f"optimizer= takes a torch.optim.Optimizer, or a list of them, not a {type(each).__name__}")
-    return optimizers
 
 
 def _all_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -37,8 +37,8 @@ from ...memory.devices import OnDevice
 from ...memory.manifest import Key
 from ...memory.process import Peers, me, pid_of, stay_if_exiting
 from ...memory.torch_modes import plainly, run_plainly
-from ..by_value import copy_by_value
 from ..deadlines import Samples, deadline_after
+from ..pickling import copy_by_value
 from ..source.dtypes import Dtypes
 from ..source.manifest_check import same_bytes
 from ..source.sources import Filter, Weights, manifest_of, place_of

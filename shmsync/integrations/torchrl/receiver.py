@@ -21,8 +21,8 @@ from torchrl.collectors import BaseCollector
 from ...engine.bind.binding import Binding, ModuleCheck, bindable
 from ...engine.bind.guard import Proxy, bind
 from ...engine.bind.guarded_methods import can_be_called
-from ...engine.by_value import copy_by_value
 from ...engine.deadlines import SLICE
+from ...engine.pickling import copy_by_value
 from ...engine.read.reading import ReadPath
 from ...engine.subscriber import open_reader
 from ...errors import ProtocolError, ShmSyncError

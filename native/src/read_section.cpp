@@ -1,4 +1,4 @@
-#include "shmsync/read_side.hpp"
+#include "shmsync/read_section.hpp"
 
 #include <algorithm>
 
@@ -108,7 +108,7 @@ Enter ReadSide::refused() {
   return Enter::gated;
 }
 
-Enter ReadSide::final() {
+Enter ReadSide::enter_after_death() {
   if (slot_count_ > 1) return try_enter(Consistency::pinned);
   const std::uint64_t seq = slots_[0].seq.load(std::memory_order_acquire);  // SYNC seq.end
   if (seqlock::writing(seq)) return Enter::poisoned;

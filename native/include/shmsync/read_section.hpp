@@ -2,7 +2,7 @@
 //
 //   try_enter() ── same ──────────────────────> read ──> leave()
 //        ├──────── moved ──> move views, applied() ──> read ──> leave()
-//        └──────── gated, poisoned ──> wait(), try again, or final() once the writer is known to be dead
+//        └──────── gated, poisoned ──> wait(), try again, or enter_after_death() once the writer is known to be dead
 //
 // INV: between a try_enter() that returned same or moved and leave(), `pinned` sections read one version's bytes.
 // INV: no word of the segment leads outside of it: a slot number is compared with the number of slots before its use.
@@ -45,7 +45,7 @@ class ReadSide {
   Enter try_enter() { return try_enter(consistency_); }
   Enter try_enter(Consistency consistency);
   // After the writer is known to be dead: its last words are final. Gate or not, an even seq is a whole version.
-  Enter final();
+  Enter enter_after_death();
   void applied();                  // the views show held(): ack it
   void forget();                   // what was applied may be torn: the next entry moves again
   bool torn_so_far() const;        // inside a section: have the bytes changed since it began?
