@@ -192,10 +192,9 @@ def lost(error: Exception) -> str:
     return f"the store cannot be reached: {str(error)[:200]}"
 
 
-def receive(size: int, source: int, tag: int, timeout: float, buffer: torch.Tensor | None = None) -> torch.Tensor:
+def receive(size: int, source: int, tag: int, timeout: float) -> torch.Tensor:
     """So many bytes of this tag. Raises WriterDied when the sender is gone, or does not send them in time."""
-    if buffer is None or buffer.nbytes != size:
-        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+    buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
     if size:
         need_group()
         try:
@@ -236,8 +235,6 @@ class DistributedTransport(RemoteTransport):
     ) -> None:
         super().__init__(timeout)
         self.store, self.rank, self.sync, self.weights_buffer = store, rank, sync, weights_buffer
-        self.uses_one_buffer = False  # each receive_weights() overwrites the weights of the last one
-        self._buffer: torch.Tensor | None = None
         self._received: Message | None = None  # what send_ack() answers
 
     @property
@@ -339,8 +336,7 @@ class DistributedTransport(RemoteTransport):
                 received: Any = message.content
                 if isinstance(received, Label) and message.manifest is not None:
                     size = message.manifest.used_bytes
-                    buffer = receive(size, message.source, message.tag, self.timeout, self._buffer)
-                    self._buffer = buffer if self.uses_one_buffer else None
+                    buffer = receive(size, message.source, message.tag, self.timeout)
                     received = unpack(received, message.manifest, buffer)
                 if message.call is not None:
                     function, *args = message.call
@@ -405,7 +401,6 @@ class DistributedReceiver(RemoteReceiver):
             need_group("rank=")
             rank = dist.get_rank()
         self._register_worker_transport((store_of(arguments), rank))
-        self._transport.uses_one_buffer = True  # fresh memory costs more than the copy into the model
 
     @override
     def receive(self, timeout: float | None = 0.001) -> bool:
