@@ -35,7 +35,7 @@ from ..context import Arguments
 from ..receiver import WeightReceiver
 from ..sender import Posted, WeightSender
 from ..strategy import Form
-from .packing import News, PackedWeights, Packer
+from .packing import News, PackedWeights, Packer, label_of
 
 DEFAULT_TIMEOUT = 60.0  # seconds
 _FASTEST, _SLOWEST = 0.0002, 0.005  # seconds between two looks at what is under way
@@ -113,7 +113,7 @@ class RemoteTransport(ABC):
         """
 
     @abstractmethod
-    def result(self, request: Any) -> Any:
+    def answer(self, request: Any) -> Any:
         """The answer to a request that is done. Raises Dead, Failed."""
 
     @abstractmethod
@@ -226,7 +226,7 @@ class Exchange(Posted):
                 return
             transport.request, mine = None, transport.exchange is self
             try:
-                answer = transport.result(request)
+                answer = transport.answer(request)
             except Failed:
                 if mine:
                     raise
@@ -413,7 +413,7 @@ class RemoteReceiver(WeightReceiver):
         """
         self._scheme.check_open("apply_weights")
         weights = self._own(weights)
-        label = getattr(weights, "label", None)
+        label = label_of(weights)
         if label is not None:
             self._own((label.model_id, None))  # raises for another model
         with self._applying:

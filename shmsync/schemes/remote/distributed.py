@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -44,7 +45,7 @@ from .packing import Label, News, PackedWeights, unpack
 _log = logging.getLogger("shmsync")
 
 UPDATE, UPDATED, FAILED = "update_weights", "updated", "failed"
-_FIRST_PROBE, _YEAR = 0.05, 3e7  # seconds
+_FIRST_PROBE = 0.05  # seconds
 _INITIAL = 1 << 30  # the tag of initial weights; a program's own messages have small tags
 _tags = itertools.count(_INITIAL + 1)
 _kept: dict[tuple[int, int], Any] = {}  # works and weights of messages without an answer, by rank and tag
@@ -142,6 +143,8 @@ class RankRequest:
             need_group()
             _kept[self.key] = isend(content.buffer, *self.key), content  # nobody else gets the buffer meanwhile
             content, manifest = content.label, content.manifest
+        else:
+            probe(rank)
         message = Message(self.key[1], dist.get_rank() if dist.is_initialized() else 0, content, manifest, call)
         try:
             store.set(f"NODE_{rank}_in_label", pickle.dumps(message))
@@ -157,8 +160,7 @@ class RankRequest:
             if not self.dead and not self._is_answered() and probes:
                 self._probed = now
                 try:
-                    if dist.is_initialized():
-                        isend(torch.empty(0), self.key[0], next(_tags))  # nobody receives this tag
+                    probe(self.key[0])
                 except Dead as dead:
                     if not self._is_answered():  # it may have answered, and then died
                         self.dead = str(dead)
@@ -187,6 +189,12 @@ def isend(tensor: torch.Tensor, rank: int, tag: int) -> Any:
         raise Dead(f"gloo: {error}") from error
 
 
+def probe(rank: int) -> None:
+    """Send nothing, under a tag that nobody receives. Raises Dead when the rank is dead."""
+    if dist.is_initialized():
+        isend(torch.empty(0), rank, next(_tags))
+
+
 def lost(error: Exception) -> str:
     """How a store that cannot be reached reads in an error."""
     return f"the store cannot be reached: {str(error)[:200]}"
@@ -199,7 +207,7 @@ def receive(size: int, source: int, tag: int, timeout: float) -> torch.Tensor:
         need_group()
         try:
             work: Any = dist.irecv(buffer, source, tag=tag)
-            work.wait(timedelta(seconds=min(timeout, _YEAR)))
+            work.wait(timedelta(days=365) if timeout == math.inf else timedelta(seconds=timeout))
         except RuntimeError as error:
             raise WriterDied(
                 f"the sender (rank {source}) died in the middle of a transfer, or did not send within {timeout} s, and "
@@ -264,7 +272,7 @@ class DistributedTransport(RemoteTransport):
         return RankRequest(self.store, self.rank, content, (function, *args))  # type: ignore[arg-type]
 
     @override
-    def result(self, request: RankRequest) -> Any:
+    def answer(self, request: RankRequest) -> Any:
         _kept.pop(request.key, None)
         if request.word is None:
             raise Dead(request.dead)
@@ -340,13 +348,13 @@ class DistributedTransport(RemoteTransport):
                     received = unpack(received, message.manifest, buffer)
                 if message.call is not None:
                     function, *args = message.call
-                    self.reply(UPDATED, function(received, *args))
+                    self._answer(UPDATED, function(received, *args))
                     continue
                 for destination in (target, model):
                     if destination is not None:
                         (strategy or WeightStrategy()).apply_weights(destination, received)
             except Exception as error:
-                self.reply(FAILED, Failure.of(error))
+                self.send_failure(error)
                 raise
             model_id, received = received.label.model_id, received if target is None else target
             return (model_id, received) if (weights, model, strategy) == (None, None, None) else received
@@ -375,10 +383,13 @@ class DistributedTransport(RemoteTransport):
 
         Raises WriterDied when the store is gone, which mostly lives in the trainer.
         """
-        self.reply(message)
+        self._answer(message)
 
-    def reply(self, word: str, returned: Any = None) -> None:
-        """send_ack() with what a call returned, or with the Failure of the weights."""
+    def send_failure(self, error: BaseException) -> None:
+        """Answer what was received last with the exception that it raised here."""
+        self._answer(FAILED, Failure.of(error))
+
+    def _answer(self, word: str, returned: Any = None) -> None:
         received, self._received = self._received, None
         if received is None:
             return
@@ -429,7 +440,7 @@ class DistributedReceiver(RemoteReceiver):
             super().apply_weights(weights)
         except Exception as error:
             if self._transport is not None:
-                self._transport.reply(FAILED, Failure.of(error))
+                self._transport.send_failure(error)
             raise
         if self._transport is not None:
             self._transport.send_ack()

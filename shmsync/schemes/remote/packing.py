@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import weakref
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -61,10 +62,20 @@ def unpack(label: Label, manifest: Manifest, buffer: torch.Tensor) -> Any:
     views = _views(manifest, buffer)
     weights: Any = nested(views)
     if not label.is_tensordict:
-        weights = WeightsDict({".".join(key): each for key, each in views.items()})
-        weights |= {".".join((*path, STATE_KEY)): state for path, state in label.extra.items()}
+        weights = WeightsDict({".".join(key): each for key, each in views.items()} | by_name(label.extra))
     weights.label = label
     return weights
+
+
+def label_of(weights: Any) -> Label | None:
+    """The label of weights, or of news, that a sender of ours sent."""
+    label = getattr(weights, "label", None)
+    return label if isinstance(label, Label) else None
+
+
+def by_name(extra: Mapping[Key, Any]) -> dict[str, Any]:
+    """Extra state as a state_dict() has it."""
+    return {".".join((*path, STATE_KEY)): state for path, state in extra.items()}
 
 
 def _views(manifest: Manifest, buffer: torch.Tensor) -> dict[Key, torch.Tensor]:

@@ -145,7 +145,7 @@ class RayTransport(RemoteTransport):
         return self.actor.__ray_call__.remote(_call, function, content, *args).future()
 
     @override
-    def result(self, request: Any) -> Any:
+    def answer(self, request: Any) -> Any:
         from ray import exceptions
 
         gone = (
@@ -211,8 +211,8 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
     @override
     def create_transport(self, pipe_or_context: Any = None) -> RayActorTransport:
-        """The transport to this actor, or to the one that this object has as `._actor`."""
-        return RayActorTransport(pipe_or_context, self.strategy, self.tensor_transport, timeout=self.timeout)
+        """The transport to this actor, or to the one that an object has as `._actor`."""
+        return RayActorTransport(actor_of(pipe_or_context), self.strategy, self.tensor_transport, timeout=self.timeout)
 
     @override
     def create_sender(self) -> RayModuleTransformSender:
@@ -233,11 +233,17 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         return ()
 
 
+def actor_of(found: Any) -> Any:
+    """The actor that is meant: `._actor`, or the object itself."""
+    # An actor handle raises AttributeError for what is no method of its class.
+    return getattr(found, "_actor", found)
+
+
 class RayActorTransport(RayTransport):
     """Reaches one actor that has the methods of RayModuleTransform's.
 
     Args:
-        actor_ref: the actor, or what has it as `._actor`; None: every call does nothing, until set_actor().
+        actor_ref: the actor; None: every call does nothing, until set_actor().
         update_method: "tensordict": `_update_weights_tensordict(params)`; "state_dict": `_update_weights_state_dict(
             state_dict)`.
         tensor_transport: see RayTransport, and so for timeout.
@@ -255,16 +261,14 @@ class RayActorTransport(RayTransport):
     ) -> None:
         if update_method not in ("tensordict", "state_dict"):
             raise ValueError(f"update_method is 'tensordict' or 'state_dict', not {update_method!r}")
-        super().__init__(None, tensor_transport, timeout=timeout)
-        self.set_actor(actor_ref)
+        super().__init__(actor_ref, tensor_transport, timeout=timeout)
         self.update_method = update_method
         argument = "params" if update_method == "tensordict" else "state_dict"
         self.method = f"_update_weights_{update_method}", argument
 
     def set_actor(self, actor_ref: Any) -> None:
         """Reach this actor from now on."""
-        self.actor = getattr(actor_ref, "_actor", actor_ref)
-        self.request, self.reported = None, False
+        self.actor, self.request, self.reported = actor_ref, None, False
 
     @override
     def check_connection(self) -> bool:
@@ -279,7 +283,7 @@ class RayModuleTransformSender(RemoteSender):
     def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
         if not any(transport.connected for transport in self._transports.values()):
             found = None if self._context is None else find_object(self._context, self._model_id)
-            if getattr(found, "_actor", found) is None:
+            if found is None or actor_of(found) is None:
                 why = "is gone" if self._context is None else f"has no actor under {self._model_id!r}"
                 raise ValueError(f"the context {why}; give init_on_sender() actors=")
             self.register_worker(0, found)

@@ -32,7 +32,10 @@ class RPCWeightSyncScheme(RemoteScheme):
     @override
     def create_transport(self, pipe_or_context: Any = None) -> RPCTransport:
         """The transport to a worker, given as (info, rref, class)."""
-        return RPCTransport(*(pipe_or_context or ()), timeout=self.timeout)
+        triple = pipe_or_context if isinstance(pipe_or_context, tuple) else (pipe_or_context,)
+        if len(triple) not in (1, 3):
+            raise ValueError(f"an RPC worker is given as (info, rref, class), not as {len(triple)} things")
+        return RPCTransport(*triple, timeout=self.timeout)
 
     @override
     def workers(self, arguments: Arguments) -> list[tuple[Any, Any, Any]]:
@@ -95,7 +98,7 @@ class RPCTransport(RemoteTransport):
         return future
 
     @override
-    def result(self, request: Any) -> Any:
+    def answer(self, request: Any) -> Any:
         try:
             answer = request.wait()
         except RuntimeError as error:  # the agent's own

@@ -69,7 +69,7 @@ class CallTransport(RemoteTransport):
     def start(self, content):
         return Calling(self.address, pickle.loads(content))
 
-    def result(self, request):
+    def answer(self, request):
         if request.failure is not None:
             raise Failed(request.failure)
 
