@@ -2,10 +2,10 @@
 
 A send goes through these, in this order:
 
-    Packer.pack()         the weights, once, into a flat buffer (packing.py)
+    Packer.pack()         the weights, once: one flat buffer, laid out as a slot of an arena is, and a label
     transport.wrap()      what the engine sends of them, made once for all workers
     transport.start()     a request to each worker; the engine's file says how it travels
-    Exchange.finish()     the only wait: polls until every request is done, or the deadline; its Outcome raises
+    Exchange.finish()     the only wait: until every request is done, or the deadline; its Outcome raises
     apply_weights()       in the worker: copies the weights into the model
 
 INV: a worker has at most one request under way. One that still owes an answer to an earlier send is waited for within
@@ -14,39 +14,163 @@ the deadline, then named late, and gets nothing new. So its late answer counts f
 
 from __future__ import annotations
 
+import ctypes
+import secrets
 import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from functools import lru_cache
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from torch import nn
+import numpy
+import torch
+from tensordict import TensorDictBase
 from typing_extensions import override
 
-from ...engine.deadlines import deadline_after, timeout_or_default, timeout_or_none
+from ... import _native
+from ...engine.deadlines import SLICE, deadline_after, timeout_or_default, timeout_or_none
 from ...engine.outcome import Failure, Outcome, Wording
 from ...engine.source.dtypes import Dtypes
+from ...engine.source.manifest_check import direct
+from ...engine.source.sources import check_keys
 from ...engine.subscriber import Consistency
-from ...errors import ManifestMismatch
+from ...memory.arena import nested, view
+from ...memory.devices import laid_out
+from ...memory.manifest import Key, Manifest
+from ...memory.torch_modes import run_plainly
 from ..api import WeightSyncScheme
 from ..attachment import Attachment
 from ..context import Arguments
 from ..receiver import WeightReceiver
 from ..sender import Posted, WeightSender
-from ..strategy import Form
-from .packing import News, PackedWeights, Packer, label_of
+from ..strategy import STATE_KEY, Form, leaves_of, refuse_odd
 
 DEFAULT_TIMEOUT = 60.0  # seconds
-_FASTEST, _SLOWEST = 0.0002, 0.005  # seconds between two looks at what is under way
 _WORDING = Wording("its process may be starting, stopped, or busy with a call that came before")
+
+
+# ---- the weights on their way
+
+
+class Label(NamedTuple):
+    """Which weights a buffer has, and where in it."""
+
+    session: str  # of the sender; another trainer begins its versions again
+    model_id: str
+    version: int
+    is_tensordict: bool  # else it unpickles as a flat dict
+    manifest: bytes  # JSON
+    extra: dict[Key, Any]  # what modules keep beside their tensors
+
+
+class PackedWeights:
+    """Weights in a buffer. Unpickles as the weights themselves, with their label as `.label`.
+
+    The tensors are then views of the received buffer. Under Ray that is the object store, which all actors of a node
+    map, so views go only to models whose receiver is in the process: it copies them. Others get a private copy.
+    """
+
+    def __init__(self, label: Label, buffer: Any) -> None:
+        self.label = label
+        self.buffer = buffer  # uint8: a tensor, or an array, which Ray writes into its store without pickling it
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unpack, (self.label, self.buffer)
+
+
+class Packer:
+    """Packs weights, into the same buffer as long as nobody reads that: fresh memory costs more than the copy.
+
+    INV: a reader of a buffer keeps its PackedWeights.
+    """
+
+    def __init__(self) -> None:
+        self.session = secrets.token_hex(8)
+        self.newest: PackedWeights | None = None  # what resend() brings
+        self._free: deque[torch.Tensor] = deque(maxlen=1)
+        self._layout: tuple[Any, Manifest, bytes] | None = None  # of the last weights, by what they are made of
+
+    @run_plainly
+    def pack(self, weights: Any, model_id: str, version: int) -> PackedWeights:
+        """Copy weights, once. Raises ManifestMismatch for leaves that are no plain tensors."""
+        tensors, extra = leaves_of(weights)
+        refuse_odd(tensors)
+        check_keys(tensors)
+        made_of = [(key, t.dtype, t.shape, t.stride(), t.data_ptr()) for key, t in tensors.items()]
+        if self._layout is None or self._layout[0] != made_of:
+            manifest = Manifest.of(tensors)
+            self._layout = made_of, manifest, manifest.to_json()
+        _, manifest, text = self._layout
+        self.newest = None  # its buffer is free now, unless somebody reads it
+        buffer = self._free.pop() if self._free else None
+        if buffer is None or buffer.nbytes != manifest.used_bytes:
+            buffer = torch.empty(manifest.used_bytes, dtype=torch.uint8, device="cpu")
+        rows, kept = [], []
+        for leaf in {leaf.offset: leaf for leaf in manifest.leaves if leaf.nbytes}.values():
+            source = tensors[leaf.key]
+            if not direct(source, leaf):
+                source = laid_out(source.detach().cpu().resolve_conj().resolve_neg(), leaf.strides)
+            kept.append(source)  # until it is copied
+            rows.append((buffer.data_ptr() + leaf.offset, source.data_ptr(), leaf.nbytes))
+        _native.copy(rows)
+        label = Label(self.session, model_id, version, isinstance(weights, TensorDictBase), text, extra)
+        self.newest = PackedWeights(label, buffer)
+        weakref.finalize(self.newest, self._free.append, buffer).atexit = False
+        return self.newest
+
+
+class WeightsDict(dict[str, Any]):
+    """A state_dict that came from a sender."""
+
+    label: Label
+
+
+@run_plainly
+def unpack(label: Label, buffer: torch.Tensor | numpy.ndarray) -> Any:
+    """The weights that were sent, as a TensorDict or a dict of views of the buffer, with their label."""
+    if isinstance(buffer, numpy.ndarray):
+        if not buffer.nbytes or all(receiver.model_id != label.model_id for receiver in list(_receivers)):
+            buffer = torch.from_numpy(buffer.copy())
+        else:  # from_numpy() would warn each time that it is read-only
+            memory = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ctypes.data)
+            memory.array = buffer  # type: ignore[attr-defined]  # keeps it
+            buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    storage = buffer.untyped_storage()
+    views = {leaf.key: view(storage, leaf, leaf.offset) for leaf in _parsed(label.manifest).leaves}
+    weights: Any = nested(views)
+    if not label.is_tensordict:
+        weights = WeightsDict({".".join(key): each for key, each in views.items()} | by_name(label.extra))
+    weights.label = label
+    return weights
+
+
+def by_name(extra: Mapping[Key, Any]) -> dict[str, Any]:
+    """Extra state as a state_dict() has it."""
+    return {".".join((*path, STATE_KEY)): state for path, state in extra.items()}
+
+
+@lru_cache(maxsize=16)
+def _parsed(text: bytes) -> Manifest:
+    return Manifest.from_json(text, 2**63)
+
+
+def label_of(weights: Any) -> Label | None:
+    """The label of weights that a sender of ours sent."""
+    label = getattr(weights, "label", None)
+    return label if isinstance(label, Label) else None
+
+
+# ---- one worker
 
 
 class Dead(Exception):
     """The process that a request went to is gone. `final`: for good, so later sends leave it out."""
 
-    def __init__(self, how: object, *, final: bool = True) -> None:
-        super().__init__(" ".join(str(how).split())[:300])
+    def __init__(self, how: str, *, final: bool = True) -> None:
+        super().__init__(how)
         self.final = final
 
 
@@ -58,18 +182,18 @@ class Failed(Exception):
         self.failure = failure
 
 
-def poll(ready: Callable[[], bool], deadline: float) -> bool:
-    """Look until `ready()` is true, less often with time; False at the monotonic time `deadline`."""
-    began = time.monotonic()
-    while not ready():
-        now = time.monotonic()
-        if now >= deadline:
-            return False
-        time.sleep(max(0.0, min(_FASTEST + (now - began) / 20, _SLOWEST, deadline - now)))
-    return True
+class Request(ABC):
+    """A message to one worker, under way. `exchange`: the send that it is part of."""
 
+    exchange: Exchange | None = None
 
-# ---- one worker
+    @abstractmethod
+    def done(self) -> bool:
+        """Has the worker answered, or is it known to be dead? Never waits."""
+
+    @abstractmethod
+    def result(self) -> Any:
+        """The answer, once it is done. Raises Dead, Failed."""
 
 
 class RemoteTransport(ABC):
@@ -79,14 +203,12 @@ class RemoteTransport(ABC):
         timeout: seconds that send_weights() and wait_ack() wait; math.inf waits without limit, None is 60.
 
     Attributes:
-        request: what start() gave last, if its worker has not answered that, as far as was looked.
-        exchange: the send that it is part of.
-        reported: WorkerDied has named the worker, so that sends leave it out.
+        request: the one that its worker has not answered, as far as was looked.
+        reported: WorkerDied has named it, so that sends leave it out.
         node: where the worker runs, once it is known; only for fan_out="node".
     """
 
-    request: Any = None
-    exchange: Exchange | None = None
+    request: Request | None = None
     reported = False
     node: str | None = None
 
@@ -106,19 +228,13 @@ class RemoteTransport(ABC):
         return packed
 
     @abstractmethod
-    def start(self, content: Any) -> Any:
-        """Send what wrap() gave, or News. Returns a request, of which done() says whether there is an answer.
+    def start(self, content: Any) -> Request:
+        """Send what wrap() gave, or News (nodes.py). Answered when the worker has applied it. Raises Dead, Failed."""
 
-        The worker answers when it has applied the content. Raises Dead.
-        """
-
+    @staticmethod
     @abstractmethod
-    def answer(self, request: Any) -> Any:
-        """The answer to a request that is done. Raises Dead, Failed."""
-
-    @abstractmethod
-    def check_connection(self) -> bool:
-        """Can this process send?"""
+    def wait(requests: Sequence[Any], seconds: float) -> None:
+        """Until all of these requests are done; at most so many seconds."""
 
     def send_weights(self, model_id: Any = "policy", weights: Any = None) -> None:
         """Send a TensorDict or a dict, and wait until the worker has applied it.
@@ -136,10 +252,10 @@ class RemoteTransport(ABC):
         """Send, and return at once; a worker that owes an answer gets them in wait_ack(), when it has answered."""
         if not isinstance(model_id, str):
             model_id, weights = "policy", model_id
+        reached: dict[int, RemoteTransport] = {0: self} if self.connected else {}
+        content = self.wrap(self._packer.pack(weights, model_id, self._sent + 1)) if reached else None
         self._sent += 1
-        workers: dict[int, RemoteTransport] = {0: self} if self.connected else {}
-        content = self.wrap(self._packer.pack(weights, model_id, self._sent)) if workers else None
-        self._pending = Exchange(self._sent, workers, lambda _: one_step(self, content))
+        self._pending = Exchange(self._sent, reached, lambda *_: one_step(self, content))
 
     def wait_ack(self) -> None:
         """Wait for the last send_weights_async(). Raises RuntimeError when there was none, and as send_weights()."""
@@ -147,12 +263,6 @@ class RemoteTransport(ABC):
             raise RuntimeError("no send is pending; call send_weights_async() first")
         exchange, self._pending = self._pending, None
         exchange.finish(deadline_after(None, self.timeout), "the weights")
-
-    def check_ack(self, message: str = "updated") -> None:
-        """As wait_ack(), for the answer "updated"; RuntimeError for another word, which no worker here answers."""
-        if message != "updated":
-            raise RuntimeError(f"this transport's workers answer 'updated' by returning, and never {message!r}")
-        self.wait_ack()
 
     def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
         """None: the worker gets weights as an argument of a call."""
@@ -162,12 +272,21 @@ class RemoteTransport(ABC):
     def send_ack(self, message: str = "updated") -> None:  # noqa: B027
         """Does nothing: the call's return is the answer."""
 
+    def check_ack(self, message: str = "updated") -> None:
+        """As wait_ack(), for the answer "updated"; RuntimeError for another word, which no worker here answers."""
+        if message != "updated":
+            raise RuntimeError(f"this transport's workers answer 'updated' by returning, and never {message!r}")
+        self.wait_ack()
+
+    @abstractmethod
+    def check_connection(self) -> bool:
+        """Can this process send?"""
+
 
 # ---- all workers of a send
 
 
-# The requests of a worker, one after the other; gets the answer to each. It yields None to wait for another worker.
-Steps = Generator[Any, Any, None]
+Steps = Generator["Request | None", Any, None]  # yields requests, gets answers; None: it waits for another worker
 
 
 def one_step(transport: RemoteTransport, content: Any) -> Steps:
@@ -181,58 +300,74 @@ class Exchange(Posted):
     Args:
         version: of the weights.
         transports: by worker.
-        steps: gives those of a worker. They are closed when the worker is dead or has failed.
+        steps: gives the requests of a worker, one after the other; each gets the answer to the last.
+
+    Attributes:
+        open: the workers of which more is to come.
     """
 
-    def __init__(self, version: int, transports: Mapping[int, RemoteTransport], steps: Callable[[int], Steps]) -> None:
+    def __init__(
+        self, version: int, transports: Mapping[int, RemoteTransport], steps: Callable[[Exchange, int], Steps]
+    ) -> None:
         super().__init__(version, transports, outcome=Outcome(_WORDING))
-        self._open = {index: steps(index) for index in transports}
+        self.open: dict[int, RemoteTransport] = dict(transports)
+        self._steps = {index: steps(self, index) for index in transports}
         self._advance_all()
 
     def finish(self, deadline: float, what: str) -> None:
         """Wait for the answers until the monotonic time `deadline`, and raise what went wrong with `what`."""
-        poll(self._advance_all, deadline)
+        while self.open:
+            now = time.monotonic()
+            requests = [each.request for each in self.open.values() if each.request is not None]
+            (transport, *_) = self.open.values()
+            transport.wait(requests, max(0.0, min(deadline - now, SLICE)))
+            self._advance_all()
+            if now >= deadline:
+                break
         outcome = self.outcome
-        outcome.add_late(dict.fromkeys(self._open))
-        self._open.clear()  # with the weights that the steps hold
+        outcome.add_late(dict.fromkeys(self.open))
         outcome.dead = dict(sorted(outcome.dead.items()))
         outcome.failed = dict(sorted(outcome.failed.items()))
         outcome.check(what, self.version)
 
-    def _advance_all(self) -> bool:
-        """Take in the answers that are there, and begin what comes next. Are all workers done?"""
-        for index in list(self._open):
-            transport = self.workers[index]
-            try:
-                self._advance(transport, self._open[index])
-                continue
-            except StopIteration:
-                self.outcome.done.append(index)
-            except Dead as dead:
-                self.outcome.dead[index] = str(dead)
-                transport.node = None  # it may start again elsewhere
-                transport.reported = dead.final
-            except Failed as failed:
-                self.outcome.failed[index] = failed.failure
-                for each in self.workers.values():
-                    each.node = None  # it may have been started again elsewhere, or be led by one that was
-            self._open.pop(index).close()
-        return not self._open
+    def _advance_all(self) -> None:
+        changed = True
+        while changed:  # where one worker is done, another may begin
+            changed = False
+            for each in list(self.open.items()):
+                changed |= self._advance(*each)
 
-    def _advance(self, transport: RemoteTransport, steps: Steps) -> None:
+    def _advance(self, index: int, transport: RemoteTransport) -> bool:
+        """Take in the answer of this worker, if it is there, and begin what comes next. Has anything changed?"""
         request, answer = transport.request, None
-        if request is not None:
-            if not request.done():
-                return
-            transport.request, mine = None, transport.exchange is self
-            try:
-                answer = transport.answer(request)
-            except Failed:
-                if mine:
-                    raise
-            if not mine:  # of an earlier send: this one has not begun
-                answer = None
-        transport.request, transport.exchange = steps.send(answer), self
+        try:
+            if request is not None:
+                if not request.done():
+                    return False
+                transport.request = None
+                try:
+                    answer = request.result()
+                except Failed:
+                    if request.exchange is self:
+                        raise
+                if request.exchange is not self:  # of an earlier send: this one has not begun
+                    answer = None
+            begun = self._steps[index].send(answer)
+            if begun is not None:
+                begun.exchange, transport.request = self, begun
+            return begun is not None
+        except StopIteration:
+            self.outcome.done.append(index)
+        except Dead as dead:
+            self.outcome.dead[index] = str(dead)
+            transport.node = None  # it may start again elsewhere
+            transport.reported = dead.final
+        except Failed as failed:
+            self.outcome.failed[index] = failed.failure
+            for each in self.workers.values():
+                each.node = None  # it may have been started again elsewhere, or be led by one that was
+        del self.open[index]
+        return True
 
 
 # ---- what the user has
@@ -311,7 +446,7 @@ class RemoteSender(WeightSender):
         super()._start_here()
         scheme, self._packer = self._scheme, Packer()
         self.default_timeout = scheme.timeout
-        self._nodes: Any = None if scheme.fan_out is None else scheme.make_fan_out(scheme, self._packer.session)
+        self._nodes: Any = None if scheme.fan_out is None else scheme.make_fan_out(scheme, self._packer)
 
     @override
     def _find_workers(self, arguments: Arguments) -> None:
@@ -328,39 +463,33 @@ class RemoteSender(WeightSender):
         """
         deadline = deadline_after(timeout, self.default_timeout)
         with self._one_at_a_time("resend", deadline):
-            packed = self._packer.newest
-            if packed is None:
+            source: Any = self._packer.newest if self._nodes is None else self._nodes.last_weights()
+            if source is None:
                 return 0
-            workers = self._chosen(worker_ids)
             if self._scheme.partial:
-                posted: Posted = self._post(self._source(None), workers, deadline)
-            else:
-                if self._nodes is not None:  # an arena has each version once
-                    packed.label = packed.label._replace(version=self._version + 1)
-                posted = self._begin(packed, self._reachable(workers), deadline)
+                source = self._source(None)
+            posted = self._post(source, self._chosen(worker_ids), deadline)
             self._gather(posted, deadline)
             return posted.version
 
     @override
-    def _post(self, source: Any, workers: list[int], deadline: float) -> Exchange:
-        reachable = self._reachable(workers)
-        packed = self._packer.pack(source, self._model_id, self._version + 1)
-        return self._begin(packed, reachable, deadline)
-
-    def _reachable(self, workers: list[int]) -> dict[int, RemoteTransport]:
-        """The transports of a send to these workers. Raises WorkerDied when all of them are dead."""
-        reachable = {index: transport for index, transport in self._living(workers).items() if transport.connected}
-        if self._nodes is not None:
-            self._nodes.check(reachable, self._transports)
-        return reachable
-
-    def _begin(self, packed: PackedWeights, transports: dict[int, RemoteTransport], deadline: float) -> Exchange:
-        self._version = packed.label.version  # now: a worker may have it although this raises
-        if self._nodes is not None:
-            exchange: Exchange = self._nodes.post(packed, transports, deadline)
-            return exchange
-        content = next(iter(transports.values())).wrap(packed) if transports else None
-        return Exchange(packed.label.version, transports, lambda index: one_step(transports[index], content))
+    def _post(self, source: Any, workers: list[int], deadline: float) -> Posted:
+        """Begin a send. `source`: weights, or packed ones with the version that they have."""
+        living = self._living(workers)
+        connected = {index: transport for index, transport in living.items() if transport.connected}
+        if isinstance(source, PackedWeights):
+            packed = source
+        else:
+            version = self._version + 1
+            if self._nodes is not None:
+                self._version = version  # now: a node may have it although this raises
+                label = Label(self._packer.session, self._model_id, version, True, b"", {})
+                exchange: Exchange = self._nodes.post(source, label, connected, self._transports, deadline)
+                return exchange
+            packed = self._packer.pack(source, self._model_id, version)
+            self._version = version
+        content = next(iter(connected.values())).wrap(packed) if connected else None
+        return Exchange(packed.label.version, connected, lambda _, index: one_step(connected[index], content))
 
     @override
     def _gather(self, posted: Posted, deadline: float) -> None:
@@ -373,7 +502,7 @@ class RemoteSender(WeightSender):
             self._nodes.close()
 
 
-receivers: weakref.WeakSet[RemoteReceiver] = weakref.WeakSet()  # in this process, with a model
+_receivers: weakref.WeakSet[RemoteReceiver] = weakref.WeakSet()  # in this process, with a model
 
 
 class RemoteReceiver(WeightReceiver):
@@ -389,17 +518,17 @@ class RemoteReceiver(WeightReceiver):
         super()._start_here()
         self._applying = threading.Lock()
         self._news = threading.Event()
-        self._attached: Attachment | None = None  # to the arena of its node
+        self.attached: Attachment | None = None  # to the arena of its node
 
     @override
     def _connect(self, arguments: Arguments) -> None:
-        receivers.add(self)
+        _receivers.add(self)
 
     @property
     @override
     def version(self) -> int:
         """The version that the model uses now; 0: as it came. With fan_out="node" each forward uses the newest."""
-        return self._version if self._attached is None else self._attached.version
+        return self._version if self.attached is None else self.attached.version
 
     @override
     def apply_weights(self, weights: Any) -> None:
@@ -418,28 +547,12 @@ class RemoteReceiver(WeightReceiver):
             self._own((label.model_id, None))  # raises for another model
         with self._applying:
             model = self._resolve_model_ref()
-            if isinstance(weights, News):
-                self._attach(weights, model)
+            if hasattr(weights, "handle"):  # nodes.News
+                weights.apply(self, model)
             else:
                 self._strategy.apply_weights(model, weights)
             self._version = self._version + 1 if label is None else label.version
         self._news.set()
-
-    def _attach(self, news: News, model: Any) -> None:
-        """Use the arena, which takes the place of an earlier one, at this version."""
-        if self._attached is None or self._attached.handle != news.handle:
-            made = Attachment(news.handle, self._scheme, self.worker_idx)
-            self._leave()  # a module is bound to one arena
-            self._attached = made
-        try:
-            self._attached.move_to(news.label.version)
-            self._attached.bind(model)
-        except ManifestMismatch:
-            self._leave()  # an arena that nobody can use is made anew
-            raise
-        if isinstance(model, nn.Module):
-            for path, state in news.label.extra.items():
-                model.get_submodule(".".join(path)).set_extra_state(state)
 
     @override
     def receive(self, timeout: float | None = 0.001) -> bool:
@@ -459,9 +572,10 @@ class RemoteReceiver(WeightReceiver):
     def close(self) -> None:
         """Leave the arena; a bound module raises ClosedError when it is called from now on."""
         with self._applying:
-            self._leave()
+            self.leave()
 
-    def _leave(self) -> None:
-        if self._attached is not None:
-            self._attached.close()
-            self._attached = None
+    def leave(self) -> None:
+        """Leave the arena, inside apply_weights() or close()."""
+        if self.attached is not None:
+            self.attached.close()
+            self.attached = None

@@ -35,16 +35,15 @@ from typing_extensions import override
 from ...engine.deadlines import deadline_after
 from ...engine.outcome import Failure
 from ...errors import ProtocolError, WriterDied
-from ...memory.manifest import Manifest
 from ..context import Arguments
 from ..strategy import WeightStrategy
-from .base import Dead, Failed, RemoteReceiver, RemoteScheme, RemoteTransport, poll
-from .nodes import NodeFanOut
-from .packing import Label, News, PackedWeights, unpack
+from .base import Dead, Failed, Label, PackedWeights, RemoteReceiver, RemoteScheme, RemoteTransport, Request, unpack
+from .nodes import News, NodeFanOut
 
 _log = logging.getLogger("shmsync")
 
 UPDATE, UPDATED, FAILED = "update_weights", "updated", "failed"
+_FASTEST, _SLOWEST = 0.0002, 0.005  # seconds between two looks into a store
 _FIRST_PROBE = 0.05  # seconds
 _INITIAL = 1 << 30  # the tag of initial weights; a program's own messages have small tags
 _tags = itertools.count(_INITIAL + 1)
@@ -116,7 +115,18 @@ def need_group(instead: str = "") -> None:
         )
 
 
-# ---- messages
+def poll(ready: Callable[[], bool], deadline: float) -> bool:
+    """Look until `ready()` is true, less often with time; False at the monotonic time `deadline`."""
+    began = time.monotonic()
+    while not ready():
+        now = time.monotonic()
+        if now >= deadline:
+            return False
+        time.sleep(max(0.0, min(_FASTEST + (now - began) / 20, _SLOWEST, deadline - now)))
+    return True
+
+
+# ---- the sender's side
 
 
 class Message(NamedTuple):
@@ -124,61 +134,77 @@ class Message(NamedTuple):
 
     tag: int
     source: int  # the sender's rank
-    content: Label | News | None
-    manifest: Manifest | None  # of the weights that come by isend(), whose Label this is
+    size: int  # bytes that come by isend()
+    content: Label | News | None  # a Label says what these bytes are
     call: tuple[Any, ...] | None  # (function, arguments): answer what it returns; None: apply the content
 
 
-class RankRequest:
-    """A message that a rank has not answered."""
+class RankRequest(Request):
+    """A message that a rank has not answered. `expected`: the word that means that all went well."""
+
+    expected = UPDATED
 
     def __init__(self, store: Any, rank: int, content: Any, call: tuple[Any, ...] | None = None) -> None:
-        self.store, self.key, self.out = store, (rank, next(_tags)), f"NODE_{rank}_out"
-        self.word: str | None = None  # the answer
-        self.returned: Any = None
-        self.dead = ""
+        tag, packed = next(_tags), content if isinstance(content, PackedWeights) else None
+        self._store, self._key = store, (rank, tag)
+        self._out = f"NODE_{rank}_out"
+        self._answer: tuple[str, Any] | None = None
+        self._dead = ""
         self._began = self._probed = time.monotonic()
-        manifest = None
-        if isinstance(content, PackedWeights):
+        if packed is not None:
             need_group()
-            _kept[self.key] = isend(content.buffer, *self.key), content  # nobody else gets the buffer meanwhile
-            content, manifest = content.label, content.manifest
+            _kept[self._key] = isend(packed.buffer, rank, tag), packed  # nobody else gets the buffer meanwhile
         else:
             probe(rank)
-        message = Message(self.key[1], dist.get_rank() if dist.is_initialized() else 0, content, manifest, call)
+        source, size = dist.get_rank() if dist.is_initialized() else 0, 0 if packed is None else packed.buffer.nbytes
+        message = Message(tag, source, size, content if packed is None else packed.label, call)
         try:
             store.set(f"NODE_{rank}_in_label", pickle.dumps(message))
             store.set(f"NODE_{rank}_in", UPDATE)
         except dist.DistError as error:
             raise Dead(lost(error)) from error
 
+    @override
     def done(self) -> bool:
         """Take the answer, if it is there. If not, now and then find out whether the rank is dead."""
         now = time.monotonic()
         try:
             probes = now - self._probed >= max(_FIRST_PROBE, self._probed - self._began)
-            if not self.dead and not self._is_answered() and probes:
+            if not self._dead and not self._is_answered() and probes:
                 self._probed = now
                 try:
-                    probe(self.key[0])
+                    probe(self._key[0])
                 except Dead as dead:
                     if not self._is_answered():  # it may have answered, and then died
-                        self.dead = str(dead)
+                        self._dead = str(dead)
         except dist.DistError as error:
-            self.dead = lost(error)
-        return self.word is not None or bool(self.dead)
+            self._dead = lost(error)
+        return self._answer is not None or bool(self._dead)
 
     def _is_answered(self) -> bool:
-        if self.word is None and self.store.check([self.out]):
-            word, beside = self.store.get(self.out).decode(), f"{self.out}_version"
-            tag, returned = None, None
-            if self.store.check([beside]):  # a loop of the user's own may set the word alone
-                tag, returned = pickle.loads(self.store.get(beside))
-                self.store.delete_key(beside)
-            self.store.delete_key(self.out)
-            if tag in (None, self.key[1]):
-                self.word, self.returned = word, returned
-        return self.word is not None
+        if self._answer is None and self._store.check([self._out]):
+            word, beside = self._store.get(self._out).decode(), f"{self._out}_version"
+            tag, content = None, None
+            if self._store.check([beside]):  # a loop of the user's own may set the word alone
+                tag, content = pickle.loads(self._store.get(beside))
+                self._store.delete_key(beside)
+            self._store.delete_key(self._out)
+            if tag in (None, self._key[1]):
+                self._answer = word, content
+        return self._answer is not None
+
+    @override
+    def result(self) -> Any:
+        _kept.pop(self._key, None)
+        if self._answer is None:
+            raise Dead(self._dead)
+        word, content = self._answer
+        if word == FAILED and isinstance(content, Failure):
+            raise Failed(content)
+        if word != self.expected:
+            raise Failed(f"it answered {word!r}")
+        _kept.pop((self._key[0], _INITIAL), None)  # a rank takes them before it takes messages
+        return content
 
 
 def isend(tensor: torch.Tensor, rank: int, tag: int) -> Any:
@@ -186,7 +212,7 @@ def isend(tensor: torch.Tensor, rank: int, tag: int) -> Any:
     try:
         return dist.isend(tensor, rank, tag=tag)
     except RuntimeError as error:
-        raise Dead(f"gloo: {error}") from error
+        raise Dead(f"gloo: {' '.join(str(error).split())[:200]}") from error
 
 
 def probe(rank: int) -> None:
@@ -200,9 +226,13 @@ def lost(error: Exception) -> str:
     return f"the store cannot be reached: {str(error)[:200]}"
 
 
-def receive(size: int, source: int, tag: int, timeout: float) -> torch.Tensor:
+# ---- the worker's side
+
+
+def receive(size: int, source: int, tag: int, timeout: float, buffer: torch.Tensor | None = None) -> torch.Tensor:
     """So many bytes of this tag. Raises WriterDied when the sender is gone, or does not send them in time."""
-    buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+    if buffer is None or buffer.nbytes != size:
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
     if size:
         need_group()
         try:
@@ -216,190 +246,6 @@ def receive(size: int, source: int, tag: int, timeout: float) -> torch.Tensor:
     return buffer
 
 
-# ---- the API's transport, which has both sides
-
-
-class DistributedTransport(RemoteTransport):
-    """Reaches one rank; in that rank's process, reaches the sender.
-
-    Args:
-        store: a store that both processes use. None: every call does nothing.
-        rank: the worker's. None: every call does nothing.
-        sync: kept for code that has it; both ways end by the deadline.
-        weights_buffer: a TensorDict that receive_weights() fills; None: it makes new tensors.
-        timeout: seconds that a send waits, and that a transfer may take; math.inf waits without limit, None is 60.
-
-    The default process group of torch.distributed (gloo) moves the tensors.
-    """
-
-    def __init__(
-        self,
-        store: Any = None,
-        rank: int | None = None,
-        sync: bool = True,
-        *,
-        weights_buffer: Any = None,
-        timeout: float | None = None,
-    ) -> None:
-        super().__init__(timeout)
-        self.store, self.rank, self.sync, self.weights_buffer = store, rank, sync, weights_buffer
-        self._received: Message | None = None  # what send_ack() answers
-
-    @property
-    @override
-    def connected(self) -> bool:
-        return self.store is not None and self.rank is not None
-
-    @override
-    def check_connection(self) -> bool:
-        """Is there a process group in this process?"""
-        return bool(dist.is_initialized())
-
-    def setup_connection_and_weights_on_sender(self) -> None:
-        """Nothing: init_process_group() has made the connection."""
-
-    def setup_connection_and_weights_on_receiver(
-        self, *, worker_idx: int | None = None, weights: Any = None, model: Any = None, strategy: Any = None
-    ) -> None:
-        """Nothing: init_process_group() has made the connection."""
-
-    @override
-    def start(self, content: Any) -> RankRequest:
-        return RankRequest(self.store, self.rank, content)  # type: ignore[arg-type]
-
-    def call(self, function: Callable[..., Any], content: Any = None, *args: Any) -> RankRequest:
-        """Let the rank's receive() call function(content, *args), and answer what that returns."""
-        return RankRequest(self.store, self.rank, content, (function, *args))  # type: ignore[arg-type]
-
-    @override
-    def answer(self, request: RankRequest) -> Any:
-        _kept.pop(request.key, None)
-        if request.word is None:
-            raise Dead(request.dead)
-        if request.word == FAILED and isinstance(request.returned, Failure):
-            raise Failed(request.returned)
-        if request.word != UPDATED:
-            raise Failed(f"it answered {request.word!r}")
-        _kept.pop((self.rank, _INITIAL), None)  # type: ignore[arg-type]  # a rank receives them before any message
-        return request.returned
-
-    def send_initial_weights(self, weights: Any) -> None:
-        """Send weights without the store, to a worker that calls receive_initial_weights(). Does not wait for it.
-
-        Their bytes are kept until the rank has answered a message. Raises ProtocolError without a process group,
-        RuntimeError when the rank is dead.
-        """
-        if self.rank is None:
-            return
-        need_group()
-        whole = bytearray(pickle.dumps(self._packer.pack(weights, "policy", 0)))
-        parts = torch.tensor([len(whole)], device="cpu"), torch.frombuffer(whole, dtype=torch.uint8)
-        try:
-            sent = [(isend(part, self.rank, _INITIAL), part) for part in parts]
-        except Dead as dead:
-            raise RuntimeError(f"rank {self.rank} is dead: {dead}") from dead
-        _kept.setdefault((self.rank, _INITIAL), []).append(sent)
-
-    def receive_initial_weights(self) -> Any:
-        """What rank 0 sends with send_initial_weights(); None without a rank. Does not use the store.
-
-        Raises WriterDied when they do not come within the transport's timeout; gloo then closes the connection.
-        """
-        if self.rank is None:
-            return None
-        size = int(receive(8, 0, _INITIAL, self.timeout).view(torch.int64))
-        weights = pickle.loads(receive(size, 0, _INITIAL, self.timeout).numpy().data)
-        if self.weights_buffer is None:
-            return weights
-        WeightStrategy().apply_weights(self.weights_buffer, weights)
-        return self.weights_buffer
-
-    @override
-    def receive_weights(
-        self,
-        timeout: float | None = None,
-        *,
-        weights: Any = None,
-        model: Any = None,
-        strategy: WeightStrategy | None = None,
-    ) -> Any:
-        """The next weights; None when there are none within `timeout` seconds. send_ack() answers.
-
-        Args:
-            timeout: None is the transport's own.
-            weights: a TensorDict or a dict to copy into; None: the constructor's weights_buffer.
-            model: a module, TensorDict or dict to apply them to.
-            strategy: how.
-
-        Returns:
-            (model_id, weights); the weights alone where one of the three keywords is given.
-
-        Raises ManifestMismatch for weights that fit neither, which also raises in the sender; WriterDied when the
-        sender is gone.
-        """
-        deadline = deadline_after(timeout, self.timeout)
-        while (message := self._next_message(deadline)) is not None:
-            target = self.weights_buffer if weights is None else weights
-            try:
-                received: Any = message.content
-                if isinstance(received, Label) and message.manifest is not None:
-                    size = message.manifest.used_bytes
-                    buffer = receive(size, message.source, message.tag, self.timeout)
-                    received = unpack(received, message.manifest, buffer)
-                if message.call is not None:
-                    function, *args = message.call
-                    self._answer(UPDATED, function(received, *args))
-                    continue
-                for destination in (target, model):
-                    if destination is not None:
-                        (strategy or WeightStrategy()).apply_weights(destination, received)
-            except Exception as error:
-                self.send_failure(error)
-                raise
-            model_id, received = received.label.model_id, received if target is None else target
-            return (model_id, received) if (weights, model, strategy) == (None, None, None) else received
-        return None
-
-    def _next_message(self, deadline: float) -> Message | None:
-        if not self.connected:
-            return None
-        label, word = f"NODE_{self.rank}_in_label", f"NODE_{self.rank}_in"
-        try:
-            if not poll(lambda: self.store.check([label]), deadline):
-                return None
-            message: Message = pickle.loads(self.store.get(label))
-            self.store.delete_key(label)
-            # A loop of the user's own has deleted it already, perhaps. Other words are for that loop.
-            if self.store.check([word]) and self.store.get(word) == UPDATE.encode():
-                self.store.delete_key(word)
-        except dist.DistError as error:
-            raise WriterDied(f"{lost(error)}; no weights will come") from error
-        self._received = message
-        return message
-
-    @override
-    def send_ack(self, message: str = "updated") -> None:
-        """Answer what receive_weights() returned last with this word; it may be answered once.
-
-        Raises WriterDied when the store is gone, which mostly lives in the trainer.
-        """
-        self._answer(message)
-
-    def send_failure(self, error: BaseException) -> None:
-        """Answer what was received last with the exception that it raised here."""
-        self._answer(FAILED, Failure.of(error))
-
-    def _answer(self, word: str, returned: Any = None) -> None:
-        received, self._received = self._received, None
-        if received is None:
-            return
-        try:
-            self.store.set(f"NODE_{self.rank}_out_version", pickle.dumps((received.tag, returned)))
-            self.store.set(f"NODE_{self.rank}_out", word)
-        except dist.DistError as error:
-            raise WriterDied(f"{lost(error)}; nobody gets the answer") from error
-
-
 class DistributedReceiver(RemoteReceiver):
     """Applies what has come at receive(), on the thread that calls it."""
 
@@ -407,11 +253,13 @@ class DistributedReceiver(RemoteReceiver):
 
     @override
     def _connect(self, arguments: Arguments) -> None:
+        super()._connect(arguments)
         rank = arguments.get("rank")
         if rank is None:
             need_group("rank=")
             rank = dist.get_rank()
         self._register_worker_transport((store_of(arguments), rank))
+        self._transport.uses_one_buffer = True
 
     @override
     def receive(self, timeout: float | None = 0.001) -> bool:
@@ -444,3 +292,190 @@ class DistributedReceiver(RemoteReceiver):
             raise
         if self._transport is not None:
             self._transport.send_ack()
+
+
+# ---- the API's transport, which has both sides
+
+
+class DistributedTransport(RemoteTransport):
+    """Reaches one rank; in that rank's process, reaches the sender.
+
+    Args:
+        store: a store that both processes use. None: every call does nothing.
+        rank: the worker's. None: every call does nothing.
+        sync: kept for code that has it; both ways end by the deadline.
+        weights_buffer: a TensorDict that receive_weights() fills; None: it makes new tensors.
+        timeout: seconds that a send waits, and that a transfer may take; math.inf waits without limit, None is 60.
+
+    The default process group of torch.distributed (gloo) moves the tensors.
+    """
+
+    def __init__(
+        self,
+        store: Any = None,
+        rank: int | None = None,
+        sync: bool = True,
+        *,
+        weights_buffer: Any = None,
+        timeout: float | None = None,
+    ) -> None:
+        super().__init__(timeout)
+        self.store, self.rank, self.sync, self.weights_buffer = store, rank, sync, weights_buffer
+        self.uses_one_buffer = False  # the weights of one receive_weights() are overwritten by the next
+        self._buffer: torch.Tensor | None = None
+        self._taken: Message | None = None  # what send_ack() answers
+
+    @property
+    @override
+    def connected(self) -> bool:
+        return self.store is not None and self.rank is not None
+
+    @override
+    def check_connection(self) -> bool:
+        """Is there a process group in this process?"""
+        return bool(dist.is_initialized())
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Nothing: init_process_group() has made the connection."""
+
+    def setup_connection_and_weights_on_receiver(
+        self, *, worker_idx: int | None = None, weights: Any = None, model: Any = None, strategy: Any = None
+    ) -> None:
+        """Nothing: init_process_group() has made the connection."""
+
+    @override
+    def start(self, content: Any) -> RankRequest:
+        return RankRequest(self.store, self.rank, content)  # type: ignore[arg-type]
+
+    def call(self, function: Callable[..., Any], content: Any = None, *args: Any) -> RankRequest:
+        """Let the rank's receive() call function(content, *args), and answer what that returns."""
+        return RankRequest(self.store, self.rank, content, (function, *args))  # type: ignore[arg-type]
+
+    @staticmethod
+    @override
+    def wait(requests: Sequence[Any], seconds: float) -> None:
+        poll(lambda: all(request.done() for request in requests), time.monotonic() + seconds)
+
+    @override
+    def check_ack(self, message: str = "updated") -> None:
+        """Wait for the answer to the last send_weights_async(), which should be `message`; RuntimeError for another."""
+        if isinstance(self.request, RankRequest):
+            self.request.expected = message
+        self.wait_ack()
+
+    def send_initial_weights(self, weights: Any) -> None:
+        """Send weights without the store, to a worker that calls receive_initial_weights(). Does not wait for it.
+
+        Their bytes are kept until the rank has answered a message. Raises ProtocolError without a process group,
+        RuntimeError when the rank is dead.
+        """
+        if self.rank is None:
+            return
+        need_group()
+        packed = self._packer.pack(weights, "policy", 0)
+        whole = pickle.dumps((packed.label, packed.buffer.numpy()), protocol=5)
+        parts = [torch.tensor([len(whole)], device="cpu"), torch.frombuffer(bytearray(whole), dtype=torch.uint8)]
+        try:
+            works = [isend(part, self.rank, _INITIAL) for part in parts]
+        except Dead as dead:
+            raise RuntimeError(f"rank {self.rank} is dead: {dead}") from dead
+        _kept.setdefault((self.rank, _INITIAL), []).append((works, parts))
+
+    def receive_initial_weights(self) -> Any:
+        """What rank 0 sends with send_initial_weights(); None without a rank. Does not use the store.
+
+        Raises WriterDied when they do not come within the transport's timeout; gloo then closes the connection.
+        """
+        if self.rank is None:
+            return None
+        size = int(receive(8, 0, _INITIAL, self.timeout).view(torch.int64))
+        weights = unpack(*pickle.loads(receive(size, 0, _INITIAL, self.timeout).numpy().data))
+        if self.weights_buffer is None:
+            return weights
+        WeightStrategy().apply_weights(self.weights_buffer, weights)
+        return self.weights_buffer
+
+    @override
+    def receive_weights(
+        self,
+        timeout: float | None = None,
+        *,
+        weights: Any = None,
+        model: Any = None,
+        strategy: WeightStrategy | None = None,
+    ) -> Any:
+        """The next weights; None when there are none within `timeout` seconds. send_ack() answers.
+
+        Args:
+            timeout: None is the transport's own.
+            weights: a TensorDict or a dict to copy into; None: the constructor's weights_buffer.
+            model: a module, TensorDict or dict to apply them to.
+            strategy: how.
+
+        Returns:
+            (model_id, weights); the weights alone where one of the three keywords is given.
+
+        Raises ManifestMismatch for weights that fit neither, which also raises in the sender; WriterDied when the
+        sender is gone.
+        """
+        deadline = deadline_after(timeout, self.timeout)
+        while (message := self._next_message(deadline)) is not None:
+            target = self.weights_buffer if weights is None else weights
+            try:
+                received = self._content_of(message)
+                if message.call is not None:
+                    function, *args = message.call
+                    self.send_ack(content=function(received, *args))
+                    continue
+                for destination in (target, model):
+                    if destination is not None:
+                        (strategy or WeightStrategy()).apply_weights(destination, received)
+            except Exception as error:
+                self.send_failure(error)
+                raise
+            model_id, received = received.label.model_id, received if target is None else target
+            return (model_id, received) if (weights, model, strategy) == (None, None, None) else received
+        return None
+
+    def _next_message(self, deadline: float) -> Message | None:
+        if not self.connected:
+            return None
+        label, word = f"NODE_{self.rank}_in_label", f"NODE_{self.rank}_in"
+        try:
+            if not poll(lambda: self.store.check([label]), deadline):
+                return None
+            message: Message = pickle.loads(self.store.get(label))
+            self.store.delete_key(label)
+            # A loop of the user's own has deleted it already, perhaps. Other words are for that loop.
+            if self.store.check([word]) and self.store.get(word) == UPDATE.encode():
+                self.store.delete_key(word)
+        except dist.DistError as error:
+            raise WriterDied(f"{lost(error)}; no weights will come") from error
+        self._taken = message
+        return message
+
+    def _content_of(self, message: Message) -> Any:
+        if not isinstance(message.content, Label):
+            return message.content
+        buffer = receive(message.size, message.source, message.tag, self.timeout, self._buffer)
+        self._buffer = buffer if self.uses_one_buffer else None
+        return unpack(message.content, buffer)
+
+    @override
+    def send_ack(self, message: str = "updated", content: Any = None) -> None:
+        """Answer what receive_weights() returned last with this word; it may be answered once.
+
+        Raises WriterDied when the store is gone, which mostly lives in the trainer.
+        """
+        taken, self._taken = self._taken, None
+        if taken is None:
+            return
+        try:
+            self.store.set(f"NODE_{self.rank}_out_version", pickle.dumps((taken.tag, content)))
+            self.store.set(f"NODE_{self.rank}_out", message)
+        except dist.DistError as error:
+            raise WriterDied(f"{lost(error)}; nobody gets the answer") from error
+
+    def send_failure(self, error: BaseException) -> None:
+        """Answer what was received last with the exception that it raised here."""
+        self.send_ack(FAILED, Failure.of(error))

@@ -14,17 +14,22 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from functools import cache
+from dataclasses import dataclass
+from multiprocessing import util
 from typing import Any
+
+from torch import nn
 
 from ...engine.deadlines import deadline_after
 from ...engine.publisher import Publisher, writer_of
-from ...errors import ClosedError, ManifestMismatch
+from ...errors import ClosedError, ManifestMismatch, ProtocolError
 from ...memory.arena import nested
+from ...memory.manifest import Key
 from ...memory.process import me
-from ..strategy import leaves_of
-from .base import Exchange, RemoteTransport, Steps
-from .packing import News, PackedWeights, unpack
+from ...memory.segment import Handle
+from ..attachment import Attachment
+from ..strategy import leaves_of, refuse_odd
+from .base import Exchange, Label, Packer, RemoteTransport, Steps, by_name, label_of, unpack
 
 NODE_VARIABLE = "SHMSYNC_NODE"  # names the node of a process, in place of the host's name
 _READERS = 256  # of an arena; a row is 128 bytes
@@ -37,106 +42,174 @@ def here(_: Any = None) -> str:
     return f"{name}/{identity.boot_id.hex()[:8]}/{identity.pid_namespace:x}/{os.getuid()}"
 
 
+# ---- in the process that publishes
+
+
 class NodeArena:
     """The arena of one sender's weights on this node."""
 
     def __init__(self, session: str, slots: int, timeout: float) -> None:
         self.session = session
         self._options: dict[str, Any] = {"slots": slots, "max_readers": _READERS, "timeout": timeout}
-        self._publisher: Publisher | None = None
+        self.publisher: Publisher | None = None
+        self.extra: dict[Key, Any] = {}  # of the newest version
 
-    def publish(self, weights: Any, deadline: float) -> News:
-        """Make weights that were sent the version of their label. Raises as Publisher does, with nothing changed."""
-        label, leaves = weights.label, nested(leaves_of(weights)[0])
-        if self._publisher is not None:
+    def publish(self, weights: Any, label: Label, deadline: float) -> News:
+        """Make weights the label's version. Raises as Publisher does, with nothing changed."""
+        leaves, extra = leaves_of(weights)
+        if self.publisher is not None:
+            writer = writer_of(self.publisher)
             try:
-                writer_of(self._publisher).publish(leaves, deadline, version=label.version)
+                writer.publish(nested(leaves), deadline, version=label.version)
             except ManifestMismatch:
-                if self._publisher.readers():
+                if self.publisher.readers():
                     raise
-                self.close()  # it was made for weights that fitted no worker
-        if self._publisher is None:
-            self._publisher = Publisher(leaves, first_version=label.version, **self._options)
-            writer_of(self._publisher).forget_source()
-        return News(label, self._publisher.handle)
+                self.publisher.close()  # it was made for weights that fitted no worker
+                self.publisher = None
+            else:
+                writer.settle(deadline)  # others are told of this version
+        if self.publisher is None:
+            self.publisher = Publisher(nested(leaves), first_version=label.version, **self._options)
+            writer_of(self.publisher).forget_source()
+        self.extra = extra
+        return News(label._replace(manifest=b"", extra=extra), self.publisher.handle)
 
     def close(self) -> None:
         """End the arena. Idempotent."""
-        if self._publisher is not None:
-            self._publisher.close()
-            self._publisher = None
+        if self.publisher is not None:
+            self.publisher.close()
 
 
-_led: dict[str, NodeArena] = {}  # what this process publishes as leader, by model
+_led: dict[str, NodeArena] = {}  # what this process publishes, by model
 
 
-def publish_here(weights: Any, session: str, slots: int, timeout: float) -> News:
+def publish_here(weights: Any, slots: int, timeout: float) -> News:
     """As leader: publish weights that a sender sent for the workers of this node."""
-    model_id = weights.label.model_id
-    arena = _led.get(model_id)
-    if arena is None or arena.session != session:
+    label = label_of(weights)
+    if label is None:
+        raise ProtocolError("a node's leader publishes what a sender of shmsync sent; these weights have no label")
+    arena = _led.get(label.model_id)
+    if arena is None or arena.session != label.session:
+        if not _led:
+            util.Finalize(None, _close_led, exitpriority=25)
         if arena is not None:  # of a trainer that was started again
             arena.close()
-        arena = _led[model_id] = NodeArena(session, slots, timeout)
-    return arena.publish(weights, deadline_after(None, timeout))
+        arena = _led[label.model_id] = NodeArena(label.session, slots, timeout)
+    return arena.publish(weights, label, deadline_after(None, timeout))
+
+
+def _close_led() -> None:
+    for arena in _led.values():
+        arena.close()
+
+
+# ---- in every worker
+
+
+@dataclass(frozen=True)
+class News:
+    """A version that lies in an arena of this node. WeightReceiver.apply_weights() takes it like weights."""
+
+    label: Label
+    handle: Handle
+
+    def apply(self, receiver: Any, model: Any) -> None:
+        """Let the receiver's model use the arena, which takes the place of an earlier one, at this version."""
+        if receiver.attached is None or receiver.attached.handle != self.handle:
+            made = Attachment(self.handle, receiver._scheme, receiver.worker_idx)
+            receiver.leave()  # a module is bound to one arena
+            receiver.attached = made
+        try:
+            receiver.attached.move_to(self.label.version)
+            receiver.attached.bind(model)
+        except ManifestMismatch:
+            receiver.leave()  # an arena that nobody can use is made anew
+            raise
+        if isinstance(model, nn.Module):
+            for path, state in self.label.extra.items():
+                model.get_submodule(".".join(path)).set_extra_state(state)
+
+
+# ---- in the trainer
 
 
 class NodeFanOut:
     """The sends of one sender, by node."""
 
-    def __init__(self, scheme: Any, session: str) -> None:
-        self._options = session, scheme.slots, scheme.timeout
-        self._near = NodeArena(*self._options)  # this node's
+    def __init__(self, scheme: Any, packer: Packer) -> None:
+        self._packer = packer
+        self._options = scheme.slots, scheme.timeout
+        self._near = NodeArena(packer.session, *self._options)  # this node's
         self._home = here()
         self._closed = False
 
-    def check(self, chosen: Mapping[int, RemoteTransport], everybody: Mapping[int, RemoteTransport]) -> None:
-        """Raise ValueError when some of the workers that share an arena are chosen, but not all of them."""
+    def post(
+        self,
+        source: Any,
+        label: Label,
+        chosen: Mapping[int, RemoteTransport],
+        everybody: Mapping[int, RemoteTransport],
+        deadline: float,
+    ) -> Exchange:
+        """Begin a send.
+
+        Raises ValueError when some of the workers that share an arena are chosen, but not all, and what publishing on
+        this node raises; then nothing was sent.
+        """
         if self._closed:
             raise ClosedError("this scheme was shut down, and its arenas are gone; make a new one")
-        nodes = {transport.node for transport in chosen.values()} - {None}
-        left_out = [i for i, t in everybody.items() if i not in chosen and t.node in nodes and not t.reported]
-        if left_out:
-            raise ValueError(
-                f"workers {left_out} share one arena with workers of this send, which cannot reach {sorted(chosen)} "
-                "alone; send to all workers of a node, or use fan_out=None"
-            )
-
-    def post(self, packed: PackedWeights, chosen: Mapping[int, Any], deadline: float) -> Exchange:
-        """Begin a send. Raises what publishing on this node raises; then nothing was sent."""
-        label = packed.label
+        _check_whole_nodes(chosen, everybody)
+        refuse_odd(leaves_of(source)[0])
         news: dict[str, News] = {}  # by node
-        leading: set[str] = set()  # the nodes of which a worker publishes now
-        wrap = cache(lambda: next(iter(chosen.values())).wrap(packed))
+        leaders: dict[str, Any] = {}  # by node: the first of its workers that owes no answer
+        packed: list[Any] = []  # what leaders get, once there is one
 
-        def publish_at_home() -> None:
+        def near() -> News:
             if self._home not in news:
-                weights = unpack(label, packed.manifest, packed.buffer)
-                news[self._home] = self._near.publish(weights, deadline)
+                news[self._home] = self._near.publish(source, label, deadline)
+            return news[self._home]
 
-        def steps(index: int) -> Steps:
-            transport = chosen[index]
+        def steps(exchange: Exchange, index: int) -> Steps:
+            transport: Any = chosen[index]
             if transport.node is None:
                 transport.node = yield transport.call(here)
             node = transport.node
             if node == self._home:
-                publish_at_home()
+                near()
             while node not in news:
-                if node in leading:
-                    yield None  # until that worker has published, is dead or has failed
+                if leaders.setdefault(node, transport) is not transport:
+                    if leaders[node] in exchange.open.values():
+                        yield None  # until it has published
+                    else:
+                        del leaders[node]
                     continue
-                leading.add(node)
-                try:
-                    news[node] = yield transport.call(publish_here, wrap(), *self._options)
-                finally:
-                    leading.remove(node)
+                if not packed:
+                    packed.append(transport.wrap(self._packer.pack(source, label.model_id, label.version)))
+                news[node] = yield transport.call(publish_here, packed[0], *self._options)
             yield transport.start(news[node])
 
         if any(transport.node == self._home for transport in chosen.values()):
-            publish_at_home()  # refuses what does not fit before anything is sent
+            near()  # refuses what does not fit before anything is sent
         return Exchange(label.version, chosen, steps)
+
+    def last_weights(self) -> Any:
+        """A copy of what was sent last; None: nothing yet."""
+        packed, near = self._packer.newest, self._near.publisher
+        if near is not None and (packed is None or near.version >= packed.label.version):
+            return near.state_dict() | by_name(self._near.extra)
+        return None if packed is None else unpack(packed.label, packed.buffer.clone())
 
     def close(self) -> None:
         """End the arena of this node. Idempotent."""
         self._closed = True
         self._near.close()
+
+
+def _check_whole_nodes(chosen: Mapping[int, RemoteTransport], everybody: Mapping[int, RemoteTransport]) -> None:
+    nodes = {transport.node for transport in chosen.values()} - {None}
+    left_out = [i for i, t in everybody.items() if i not in chosen and t.node in nodes and not t.reported]
+    if left_out:
+        raise ValueError(
+            f"workers {left_out} share one arena with workers of this send, which cannot reach {sorted(chosen)} alone; "
+            "send to all workers of a node, or use fan_out=None"
+        )

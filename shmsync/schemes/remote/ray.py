@@ -1,28 +1,24 @@
 """Weights for actors of Ray: those that have a method update_policy_weights_(), and those that hold a module.
 
-A send is one ray.put() of one flat buffer, then one call of each actor with the reference. Ray brings the object to
-each node once; the actors of a node read the one copy in its object store. The call's return is the answer. What Ray
-reports of a dead actor is raised as WorkerDied.
+A send is one ray.put() of one flat buffer, then one call of each actor with the reference, then ray.wait() for all
+calls. Ray brings the object to each node once; the actors of a node read the one copy in its object store. The call's
+return is the answer. What Ray reports of a dead actor is raised as WorkerDied.
 """
 
 from __future__ import annotations
 
-import ctypes
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import numpy
-import torch
 from typing_extensions import override
 
 from ...engine.outcome import Failure
 from ...errors import ProtocolError
-from ...memory.manifest import Manifest
 from ..context import Arguments, find_object
 from ..strategy import Form
-from .base import Dead, Failed, RemoteReceiver, RemoteScheme, RemoteSender, RemoteTransport, receivers
+from .base import Dead, Failed, PackedWeights, RemoteReceiver, RemoteScheme, RemoteSender, RemoteTransport, Request
 from .nodes import NodeFanOut
-from .packing import Label, PackedWeights, unpack
 
 TensorTransport = Literal["object_store", "nixl"]
 
@@ -35,6 +31,13 @@ def require_ray(user: object) -> Any:
         name = type(user).__name__
         raise ImportError(f"{name} needs Ray, which is not installed; pip install 'shmsync[ray]'") from error
     return ray
+
+
+def check_tensor_transport(tensor_transport: TensorTransport) -> TensorTransport:
+    """Raise ValueError for one that Ray does not have."""
+    if tensor_transport not in ("object_store", "nixl"):
+        raise ValueError(f'tensor_transport is "object_store" or "nixl", not {tensor_transport!r}')
+    return tensor_transport
 
 
 # ---- actors with a method update_policy_weights_()
@@ -75,20 +78,13 @@ class RayWeightSyncScheme(RemoteScheme):
         return list(arguments.needed("remote_collectors"))
 
 
-def check_tensor_transport(tensor_transport: TensorTransport) -> TensorTransport:
-    """Raise ValueError for one that Ray does not have."""
-    if tensor_transport not in ("object_store", "nixl"):
-        raise ValueError(f'tensor_transport is "object_store" or "nixl", not {tensor_transport!r}')
-    return tensor_transport
-
-
 class RayTransport(RemoteTransport):
     """Reaches one actor through Ray's object store.
 
     Args:
         remote_collector: the actor; None: every call does nothing.
         tensor_transport: how Ray moves the weights.
-        timeout: see RemoteTransport.
+        timeout: seconds that send_weights() and wait_ack() wait; math.inf waits without limit, None is 60.
 
     Raises ImportError when Ray is not installed, ValueError for another tensor_transport.
     """
@@ -119,14 +115,14 @@ class RayTransport(RemoteTransport):
 
     @override
     def wrap(self, packed: PackedWeights) -> Any:
-        """The weights in the object store."""
+        """The weights in the object store. As an array: Ray writes its bytes there, where it would pickle a tensor."""
         if not self._ray.is_initialized():  # ray.put() would start a Ray on this machine
             raise ProtocolError("Ray is not running in this process; call ray.init() before you send")
         if self.tensor_transport == "object_store":
-            return self._ray.put(InStore(packed.label, packed.manifest, packed.buffer))
+            return self._ray.put(PackedWeights(packed.label, packed.buffer.numpy()))
         try:
             # A separate tensor: the other side may read it at any time.
-            content = PackedWeights(packed.label, packed.manifest, packed.buffer.clone())
+            content = PackedWeights(packed.label, packed.buffer.clone())
             return self._ray.put(content, _tensor_transport=self.tensor_transport)
         except Exception as error:
             raise ProtocolError(
@@ -136,16 +132,49 @@ class RayTransport(RemoteTransport):
             ) from error
 
     @override
-    def start(self, content: Any) -> Any:
+    def start(self, content: Any) -> RayRequest:
         name, argument = self.method
-        return getattr(self.actor, name).remote(**{argument: content}).future()
+        try:
+            return RayRequest(getattr(self.actor, name).remote(**{argument: content}))
+        except (AttributeError, TypeError) as error:  # it has no such method, or other parameters
+            text = f"the actor does not take the weights: {error}; define its method {name}({argument})"
+            raise Failed(Failure.of(TypeError(text))._replace(trace=text)) from error
 
-    def call(self, function: Callable[..., Any], content: Any = None, *args: Any) -> Any:
+    def call(self, function: Callable[..., Any], content: Any = None, *args: Any) -> RayRequest:
         """Call function(content, *args) in the actor's process; the answer is what that returns."""
-        return self.actor.__ray_call__.remote(_call, function, content, *args).future()
+        return RayRequest(self.actor.__ray_call__.remote(_call, function, content, *args))
+
+    @staticmethod
+    @override
+    def wait(requests: Sequence[RayRequest], seconds: float) -> None:
+        import ray
+
+        waiting = {request.reference: request for request in requests if not request.ready}
+        if waiting:
+            ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=seconds, fetch_local=False)
+            for reference in ready:
+                waiting[reference].ready = True
+
+
+def _call(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+class RayRequest(Request):
+    """A call of an actor's method. `reference`: what the call returned."""
+
+    def __init__(self, reference: Any) -> None:
+        self.reference = reference
+        self.ready = False
 
     @override
-    def answer(self, request: Any) -> Any:
+    def done(self) -> bool:
+        RayTransport.wait([self], 0.0)
+        return self.ready
+
+    @override
+    def result(self) -> Any:
+        import ray
         from ray import exceptions
 
         gone = (
@@ -154,37 +183,22 @@ class RayTransport(RemoteTransport):
             exceptions.ActorUnschedulableError, exceptions.RuntimeEnvSetupError, exceptions.ActorPlacementGroupRemoved,
         )  # fmt: skip
         try:
-            return request.result()
+            return ray.get(self.reference)
         except gone as error:
             final = not isinstance(error, exceptions.ActorUnavailableError)
-            raise Dead(f"Ray: {error}", final=final) from error
+            raise Dead(f"Ray: {' '.join(_plain(str(error)))[:300]}", final=final) from error
         except exceptions.RayError as error:  # the actor raised, an object is lost, ...
             cause = getattr(error, "cause", None)
             if isinstance(cause, BaseException):
                 raise Failed(Failure.of(cause)._replace(trace=str(error))) from error
-            last = (str(error).split("\n") or [repr(error)])[-1]  # its class cannot be rebuilt here; it ends the text
+            last = (_plain(str(error)) or [repr(error)])[-1]  # its class cannot be rebuilt here; it ends the text
             raise Failed(Failure(None, None, last, str(error))) from error
 
 
-def _call(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
-
-
-class InStore(PackedWeights):
-    """Travels as an array, of which Ray writes the bytes into its store, where it would pickle a tensor."""
-
-    @override
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _from_store, (self.label, self.manifest, self.buffer.numpy())
-
-
-def _from_store(label: Label, manifest: Manifest, array: numpy.ndarray) -> Any:
-    """Views of the store for a receiver, which copies them. Others may keep them, and write into them: a copy."""
-    if not array.nbytes or all(receiver.model_id != label.model_id for receiver in list(receivers)):
-        return unpack(label, manifest, torch.from_numpy(array.copy()))
-    memory: Any = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)  # from_numpy() warns: it is read-only
-    memory.array = array  # keeps it
-    return unpack(label, manifest, torch.frombuffer(memory, dtype=torch.uint8))
+def _plain(text: str) -> list[str]:
+    """The lines of what Ray says, without colours and pointers."""
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
+    return [line for line in lines if line.strip("^~ ")]
 
 
 # ---- actors that hold a module, such as RayModuleTransform's
@@ -246,7 +260,8 @@ class RayActorTransport(RayTransport):
         actor_ref: the actor; None: every call does nothing, until set_actor().
         update_method: "tensordict": `_update_weights_tensordict(params)`; "state_dict": `_update_weights_state_dict(
             state_dict)`.
-        tensor_transport: see RayTransport, and so for timeout.
+        tensor_transport: see RayTransport.
+        timeout: see RayTransport.
 
     Raises ImportError when Ray is not installed, ValueError for another update_method.
     """

@@ -7,6 +7,9 @@ returned. What the agent reports of a dead worker is raised as WorkerDied.
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from typing_extensions import override
 from ...engine.outcome import Failure
 from ...errors import ProtocolError
 from ..context import Arguments
-from .base import Dead, Failed, RemoteScheme, RemoteTransport
+from .base import Dead, Failed, RemoteScheme, RemoteTransport, Request
 
 
 class RPCWeightSyncScheme(RemoteScheme):
@@ -56,7 +59,7 @@ class RPCTransport(RemoteTransport):
         collector_rref: a reference to the object. None: every call does nothing.
         collector_class: its class; `collector_class.update_policy_weights_(collector_rref, weights)` runs on the
             worker.
-        timeout: see RemoteTransport.
+        timeout: seconds that send_weights() and wait_ack() wait; math.inf waits without limit, None is 60.
     """
 
     def __init__(
@@ -76,31 +79,50 @@ class RPCTransport(RemoteTransport):
         return self.info is not None and self.rref is not None
 
     @override
+    def start(self, content: Any) -> RPCRequest:
+        return RPCRequest(self.info, self.collector_class.update_policy_weights_, self.rref, content)
+
+    @staticmethod
+    @override
+    def wait(requests: Sequence[RPCRequest], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for request in requests:
+            request.answered.wait(max(0.0, deadline - time.monotonic()))
+
+    @override
     def check_connection(self) -> bool:
         """Does this process have an RPC agent?"""
         from torch.distributed import rpc
 
         return bool(rpc.is_available() and rpc.api._is_current_rpc_agent_set())
 
-    @override
-    def start(self, content: Any) -> Any:
+
+class RPCRequest(Request):
+    """A remote procedure call under way."""
+
+    def __init__(self, to: Any, *args: Any) -> None:
         from torch.distributed import rpc
 
-        if not self.check_connection():
+        if not rpc.api._is_current_rpc_agent_set():
             raise ProtocolError("this process has no RPC agent; call torch.distributed.rpc.init_rpc() before you send")
-        args = self.collector_class.update_policy_weights_, self.rref, content
+        self._name = getattr(to, "name", to)
         try:
             # No time-out here: until the answer is there, the agent may still read the buffer that is sent.
-            future: Any = rpc.rpc_async(self.info, run_there, args=args, timeout=0)
+            self._future: Any = rpc.rpc_async(to, run_there, args=args, timeout=0)
         except RuntimeError as error:
             raise self._dead(error) from error
-        future.add_done_callback(lambda _: args)  # keeps the buffer so long
-        return future
+        # A closure that keeps the arguments: the buffer is not used again before the answer is there.
+        self.answered = threading.Event()
+        self._future.add_done_callback(lambda _, kept=args: self.answered.set())
 
     @override
-    def answer(self, request: Any) -> Any:
+    def done(self) -> bool:
+        return bool(self._future.done())
+
+    @override
+    def result(self) -> Any:
         try:
-            answer = request.wait()
+            answer = self._future.wait()
         except RuntimeError as error:  # the agent's own
             raise self._dead(error) from error
         except Exception as error:  # the other side has no such function or class
@@ -110,7 +132,7 @@ class RPCTransport(RemoteTransport):
         return answer
 
     def _dead(self, error: BaseException) -> Dead:
-        return Dead(f"RPC worker {getattr(self.info, 'name', self.info)}: {error}")
+        return Dead(f"RPC worker {self._name}: {' '.join(str(error).split())[:200]}")
 
 
 def run_there(method: Any, rref: Any, weights: Any) -> Failure | None:

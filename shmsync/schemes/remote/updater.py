@@ -1,6 +1,7 @@
 """Weight updaters: the older API of TorchRL's collectors, in which the trainer pushes weights to workers by id.
 
-A push of RayWeightUpdater is a send of RayWeightSyncScheme to those actors that the push does not skip.
+A push of RayWeightUpdater travels as a send of RayWeightSyncScheme does: one ray.put(), then one call
+`update_policy_weights_(ref)` for each actor that the push does not skip, then one wait for all.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ from typing import TYPE_CHECKING, Any
 from tensordict import TensorDictBase
 from torch import nn
 
+from ...engine.deadlines import deadline_after, timeout_or_default
+from ...engine.outcome import listed
+from ...errors import WorkerDied
 from ..strategy import WeightStrategy
-from .ray import RayWeightSyncScheme, require_ray
+from .base import DEFAULT_TIMEOUT, Exchange, Packer, one_step
+from .ray import RayTransport, require_ray
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,14 +45,6 @@ class WeightUpdaterBase(ABC):
         made = super().__new__(cls)
         made.post_hooks = []
         return made
-
-    @classmethod
-    def from_policy(cls, policy: nn.Module) -> WeightUpdaterBase | None:
-        """An updater for a policy, where a kind of updater can be made of that alone; else None."""
-        return None
-
-    def init(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027
-        """For what a kind of updater has to prepare; nothing here."""
 
     def register_collector(self, collector: Any) -> None:
         """The collector whose workers it updates. Held weakly. RuntimeError the second time."""
@@ -84,15 +81,14 @@ class WeightUpdaterBase(ABC):
         unknown = [worker for worker in chosen or () if known is not None and worker not in known]
         if unknown:
             raise ValueError(f"worker {unknown[0]} is not registered; the registered ones are {list(known or ())}")
-        weights = self._maybe_map_weights(
-            self._get_server_weights() if policy_or_weights is None else policy_or_weights
-        )
+        given = self._get_server_weights() if policy_or_weights is None else policy_or_weights
+        weights = self._maybe_map_weights(given)
         if chosen is None:
             self._sync_weights_with_worker(server_weights=weights)
         for worker in chosen or ():
             if not self._skip_update(worker):
                 self._sync_weights_with_worker(worker_id=worker, server_weights=weights)
-        self._finish()
+        self._wait_for(chosen or ())
         for hook in self.post_hooks:
             hook()
 
@@ -101,6 +97,17 @@ class WeightUpdaterBase(ABC):
         self.push_weights(policy_or_weights, worker_ids)
         return self
 
+    def _wait_for(self, chosen: Sequence[Any]) -> None:  # noqa: B027
+        """Return when the workers of this push have the weights."""
+
+    @classmethod
+    def from_policy(cls, policy: nn.Module) -> WeightUpdaterBase | None:
+        """An updater for a policy, where a kind of updater can be made of that alone; else None."""
+        return None
+
+    def init(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027
+        """For what a kind of updater has to prepare; nothing here."""
+
     def all_worker_ids(self) -> Sequence[Any] | None:
         """The ids of all workers; None: there is only one."""
         return None
@@ -108,9 +115,6 @@ class WeightUpdaterBase(ABC):
     @abstractmethod
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
         """Give a worker the weights."""
-
-    def _finish(self) -> None:  # noqa: B027
-        """Return when the workers of this push have the weights."""
 
     def _get_server_weights(self) -> Any:
         """The weights of a push that got none."""
@@ -142,52 +146,72 @@ class RayWeightUpdater(WeightUpdaterBase):
         timeout: seconds for each push; math.inf waits without limit, None is 60.
 
     A push waits until every actor has applied it. Raises WorkerDied, AckTimeout, an actor's own exception; the dead are
-    left out from then on, until others are in their place in the list.
+    left out from then on.
     """
 
     def __init__(
         self, policy_weights: Any, remote_collectors: list[Any], max_interval: int = 0, *, timeout: float | None = None
     ) -> None:
-        self._ray = require_ray(self)
+        require_ray(self)
         self.policy_weights = policy_weights
         self.remote_collectors = remote_collectors
         self.max_interval = max(0, max_interval)
-        scheme = RayWeightSyncScheme(timeout=timeout)
-        scheme.init_on_sender("policy", remote_collectors=[])
-        self._sender: Any = scheme.get_sender()
-        # By worker: its actor, the batches since it got weights, and in a push what it gets.
-        self._actors: dict[int, Any] = {}
-        self._waited: dict[int, int] = {}
-        self._due: dict[int, Any] = {}
+        self._timeout = timeout_or_default(timeout, DEFAULT_TIMEOUT)
+        self._packer = Packer()
+        self._pushes = 0
+        self._collectors: dict[int, _Collector] = {}  # by the actor's id(); they keep the actor, so nobody else gets it
+        self._begun: dict[int, tuple[_Collector, Any]] = {}  # in a push: what each worker gets
 
     def all_worker_ids(self) -> list[int]:
         """The indices of the actors."""
         return list(range(len(self.remote_collectors)))
 
     def _get_server_weights(self) -> Any:
-        """The server's weights, which a push puts into Ray's object store."""
-        return self.policy_weights
+        """A reference to the server's weights in Ray's object store."""
+        return self._maybe_map_weights(self.policy_weights)
 
     def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
-        """Weights to send; also of a reference to weights that are in the store already."""
+        """A reference to the weights in Ray's object store."""
         if type(policy_or_weights).__name__ == "ObjectRef":
-            policy_or_weights = self._ray.get(policy_or_weights)
-        return super()._maybe_map_weights(policy_or_weights)
+            return policy_or_weights
+        weights = super()._maybe_map_weights(policy_or_weights)
+        self._pushes += 1
+        return RayTransport().wrap(self._packer.pack(weights, "policy", self._pushes))
 
     def _skip_update(self, worker_id: int) -> bool:
-        actor = self.remote_collectors[worker_id]
-        if self._actors.get(worker_id) is not actor:
-            self._sender.register_worker(worker_id, actor)
-            self._actors[worker_id], self._waited[worker_id] = actor, 0
-        self._waited[worker_id] += 1
-        return self._waited[worker_id] <= self.max_interval
+        collector = self._collector(worker_id)
+        collector.waited += 1
+        return collector.reported or collector.waited <= self.max_interval
 
     def _sync_weights_with_worker(self, *, worker_id: int | None = None, server_weights: Any) -> None:
         assert worker_id is not None
-        self._due[worker_id] = server_weights
+        self._begun[worker_id] = self._collector(worker_id), server_weights
 
-    def _finish(self) -> None:
-        due, self._due = self._due, {}
-        if due:
-            self._sender.send(next(iter(due.values())), list(due))
-            self._waited.update(dict.fromkeys(due, 0))
+    def _wait_for(self, chosen: Sequence[int]) -> None:
+        begun, self._begun = self._begun, {}
+        dead = [worker for worker in chosen if self._collector(worker).reported]
+        if dead and len(dead) == len(chosen):
+            raise WorkerDied(
+                f"{listed(dead)} died before; nothing was pushed. Put new actors into the list", missing=dead
+            )
+        collectors = {worker: collector for worker, (collector, _) in begun.items()}
+        exchange = Exchange(self._pushes, collectors, lambda _, worker: one_step(*begun[worker]))
+        try:
+            exchange.finish(deadline_after(None, self._timeout), f"push {self._pushes}")
+        finally:
+            for worker in exchange.outcome.done:
+                collectors[worker].waited = 0
+            actors = {id(actor) for actor in self.remote_collectors}
+            self._collectors = {key: each for key, each in self._collectors.items() if key in actors}
+
+    def _collector(self, worker_id: int) -> _Collector:
+        actor = self.remote_collectors[worker_id]
+        if id(actor) not in self._collectors:
+            self._collectors[id(actor)] = _Collector(actor)
+        return self._collectors[id(actor)]
+
+
+class _Collector(RayTransport):
+    """`waited`: batches since it got weights."""
+
+    waited = 0

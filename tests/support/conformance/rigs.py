@@ -6,11 +6,12 @@ import contextlib
 import functools
 import multiprocessing
 import pickle
+import time
 from collections import deque
 
 from shmsync.engine.outcome import Failure
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncScheme
-from shmsync.schemes.remote.base import Failed, RemoteScheme, RemoteTransport
+from shmsync.schemes.remote.base import Failed, RemoteScheme, RemoteTransport, Request
 from support.conformance.nets import Stamped, ask
 
 
@@ -42,18 +43,22 @@ class Address:
         self.silent = False  # it takes calls, and answers none
 
 
-class Calling:
+class Calling(Request):
     """A call that is carried out at once, and answered as soon as the worker is not silent any more."""
 
     def __init__(self, address, weights):
-        self._address, self.failure = address, None
+        self._address, self._failure = address, None
         try:
             address.receiver.apply_weights(weights)
         except Exception as error:
-            self.failure = Failure.of(error)
+            self._failure = Failure.of(error)
 
     def done(self):
         return not self._address.silent
+
+    def result(self):
+        if self._failure is not None:
+            raise Failed(self._failure)
 
 
 class CallTransport(RemoteTransport):
@@ -69,9 +74,10 @@ class CallTransport(RemoteTransport):
     def start(self, content):
         return Calling(self.address, pickle.loads(content))
 
-    def answer(self, request):
-        if request.failure is not None:
-            raise Failed(request.failure)
+    @staticmethod
+    def wait(requests, seconds):
+        if not all(request.done() for request in requests):
+            time.sleep(min(seconds, 0.001))
 
     def check_connection(self):
         return True
