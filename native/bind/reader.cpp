@@ -45,6 +45,16 @@ class Section {
         reader_(nb::cast<Reader*>(owner_)),
         asked_(std::move(version)),
         timeout_(std::move(timeout)) {}
+  ~Section() {
+    if (entered_ > 0) reader_->drop(entered_);
+  }
+  Section(Section&& other) noexcept
+      : owner_(std::move(other.owner_)),
+        reader_(other.reader_),
+        asked_(std::move(other.asked_)),
+        timeout_(std::move(other.timeout_)),
+        session_(std::move(other.session_)),
+        entered_(std::exchange(other.entered_, 0)) {}
 
   void enter() {
     reader_->enter(owner_, asked_, timeout_);

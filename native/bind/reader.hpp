@@ -33,10 +33,11 @@ namespace nb = nanobind;
 inline constexpr std::uint64_t kLook = 50'000'000;  // ns
 
 // How an error names a thread.
-inline std::string name_of_thread(unsigned long ident) {
+inline std::string name_of(const Thread& thread) {
   nb::object threads = call_method(nb::module_::import_("threading"), "enumerate");
   for (nb::handle each : threads)
-    if (each.attr("ident").equal(nb::int_(ident))) return "thread '" + nb::cast<std::string>(each.attr("name")) + "'";
+    if (each.attr("ident").equal(nb::int_(thread.ident)))
+      return "thread '" + nb::cast<std::string>(each.attr("name")) + "'";
   return "a thread that Python did not start";
 }
 
@@ -105,6 +106,7 @@ class Reader {
 
   bool leave(nb::handle self) {
     if (generation_ != fork_generation()) return false;  // the pin is the parent's; the next call raises
+    if (closed) return false;                            // close() has given this section up
     if (depth == 0 || !mutex.mine())
       raise("ProtocolError", "a read section must be left in the thread that entered it");
     bool torn = false;
@@ -138,6 +140,10 @@ class Reader {
     return torn;
   }
 
+  // A section's object is gone, and was entered so many times more than left: no code can leave it any more. Its pin
+  // stays until close(), since the weights may still be in use.
+  void drop(int entries) { dropped += entries; }
+
   bool refresh(nb::handle self) {
     check();
     if (inside()) return false;
@@ -159,14 +165,29 @@ class Reader {
     }
   }
 
-  // For close(): lock it, and have the waits of other threads end meanwhile.
+  // For close(): lock it, and have the waits of other threads end meanwhile. Gives abandoned sections up.
   void begin_closing(nb::handle self) {
     check();
     ++closing;
     try {
-      if (in_section())
-        raise("ProtocolError", "close() inside a read section of this Subscriber; leave the section first");
-      lock(self, nb::none());
+      if (abandoned()) {
+        give_up(self);
+      } else if (mutex.mine()) {
+        if (depth > 0)
+          raise("ProtocolError", "close() inside a read section of this Subscriber; leave the section first");
+        lock(self, nb::none());
+      } else if (!mutex.try_lock()) {
+        if (!mutex.wait(nb::cast<double>(self.attr("timeout")), [this] { return abandoned(); })) {
+          if (!abandoned()) raise_busy();
+          give_up(self);
+        }
+      }
+      try {
+        check();  // another thread may have been quicker
+      } catch (...) {
+        unlock(self);
+        throw;
+      }
     } catch (...) {
       --closing;
       throw;
@@ -257,7 +278,20 @@ class Reader {
 
   // Holds the lock when it returns: no Python code runs after the lock was taken.
   void wait_for_lock(double seconds) {
-    if (!mutex.wait(seconds)) raise_busy();
+    if (!mutex.wait(seconds, [this] { return abandoned(); })) raise_busy();
+  }
+
+  // Will no thread unlock it? Its thread has ended inside a section, or the objects of all open sections are gone.
+  bool abandoned() const {
+    if (mutex.holds() == 0) return false;
+    return mutex.owner()->ended.load(std::memory_order_acquire) ||
+           (depth > 0 && dropped == depth && mutex.holds() == depth);
+  }
+
+  void give_up(nb::handle self) {
+    depth = dropped = 0;
+    drop_pin(self);
+    mutex.seize();
   }
 
   // Before a section's pin goes: what it has asked the device for is still to be done, and holds the slot until then.
@@ -308,10 +342,17 @@ class Reader {
   }
 
   [[noreturn]] void raise_busy() const {
-    raise("SubscriberBusy", (name_of_thread(mutex.owner()) +
-                             " kept this Subscriber in a read section; make one Subscriber per thread that reads in "
-                             "parallel")
-                                .c_str());
+    const std::string who =
+        mutex.owner()->ended.load(std::memory_order_acquire) ? "a thread that has ended" : name_of(*mutex.owner());
+    if (abandoned())
+      raise("SubscriberBusy",
+            (who + " entered a read section of this Subscriber and no thread can leave it any more; close() "
+                   "gives it up, then attach again")
+                .c_str());
+    raise("SubscriberBusy",
+          (who + " kept this Subscriber in a read section; make one Subscriber per thread that reads in "
+                 "parallel")
+              .c_str());
   }
 
   bool should_look() {
@@ -339,6 +380,7 @@ class Reader {
   ThreadVersions thread_versions;
   WeightsMemory memory;
   int depth = 0;    // sections that are open
+  int dropped = 0;  // of these, those whose object is gone
   int closing = 0;  // threads in close()
   bool follows = false;
   bool publisher_lost = false;  // follows, and its publisher is gone

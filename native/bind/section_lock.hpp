@@ -1,37 +1,61 @@
 // The lock around a Subscriber's sections. One thread at a time holds it, that one again and again; the others queue.
 //
+// Not a std::recursive_timed_mutex: no other thread could take that from one that ended inside a section.
+//
 // INV: every member is read and written under the GIL, which this module needs and only a wait lets go. So there is
 //      nothing atomic here but the word that a waiter sleeps on.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <deque>
+#include <memory>
 
 #include "gil.hpp"
 #include "shmsync/futex.hpp"
 
 namespace shmsync::bind {
 
+// A thread that has held such a lock. The system uses its thread ids again; no other thread ever has this object.
+struct Thread {
+  const unsigned long ident = PyThread_get_thread_ident();  // of Python's threading
+  std::atomic<bool> ended{false};
+};
+
+inline const std::shared_ptr<Thread>& this_thread() {
+  struct UntilItEnds {
+    std::shared_ptr<Thread> thread = std::make_shared<Thread>();
+    ~UntilItEnds() { thread->ended.store(true, std::memory_order_release); }
+  };
+  thread_local const UntilItEnds mark;
+  return mark.thread;
+}
+
 class SectionLock {
  public:
   bool try_lock() {
-    const unsigned long me = PyThread_get_thread_ident();
-    if (holds_ > 0 && owner_ != me) return false;
-    owner_ = me;
-    ++holds_;
+    const auto& me = this_thread();
+    if (owner_ == me)
+      ++holds_;
+    else if (holds_ == 0)
+      hold(me);
+    else
+      return false;
     return true;
   }
 
-  // Waits for the lock, behind those who wait already. False at the deadline: then this thread does not hold it.
-  bool wait(double seconds) {
+  // Waits for the lock, behind those who wait already. False at the deadline, or once stop() is true; then
+  // this thread does not hold it. stop() is asked before each slice.
+  template <class Stop>
+  bool wait(double seconds, Stop stop) {
     using Clock = std::chrono::steady_clock;
     const auto start = Clock::now();
     Waiter waiter(*this);
     for (;;) {
       if (waiter.take()) return true;
       const double left = seconds - std::chrono::duration<double>(Clock::now() - start).count();
-      if (left <= 0) return false;
+      if (left <= 0 || stop()) return false;
       {
         const WithoutGil released;
         futex_wait(waiter.granted, 0, Nanoseconds(static_cast<std::int64_t>(std::min(left, 0.05) * 1e9)));
@@ -45,19 +69,22 @@ class SectionLock {
     // It is the waiter's at once. If it were free, a thread that enters again and again would always be first.
     Waiter* next = queue_.front();
     queue_.pop_front();
-    owner_ = next->thread;
-    holds_ = 1;
+    hold(next->thread);
     next->granted.store(1, std::memory_order_release);
     futex_wake_all(next->granted);
   }
 
-  bool mine() const { return holds_ > 0 && owner_ == PyThread_get_thread_ident(); }
-  // The thread that holds it, or held it last, as Python's threading numbers it.
-  unsigned long owner() const { return owner_; }
+  // Takes it from its holder. The caller knows that no thread will unlock it.
+  void seize() { hold(this_thread()); }
+
+  bool mine() const { return holds_ > 0 && owner_ == this_thread(); }
+  int holds() const { return holds_; }
+  // The thread that holds it, or held it last; null: none has.
+  const Thread* owner() const { return owner_.get(); }
 
  private:
   struct Waiter {
-    explicit Waiter(SectionLock& lock) : lock(lock) { lock.queue_.push_back(this); }
+    explicit Waiter(SectionLock& lock) : lock(lock), thread(this_thread()) { lock.queue_.push_back(this); }
     ~Waiter() {
       if (taken) return;
       if (granted.load(std::memory_order_acquire) != 0)
@@ -68,12 +95,17 @@ class SectionLock {
     bool take() { return taken = granted.load(std::memory_order_acquire) != 0; }
 
     SectionLock& lock;
-    const unsigned long thread = PyThread_get_thread_ident();
+    std::shared_ptr<Thread> thread;
     Word32 granted{0};
     bool taken = false;
   };
 
-  unsigned long owner_ = 0;
+  void hold(const std::shared_ptr<Thread>& thread) {
+    if (owner_ != thread) owner_ = thread;  // else it would count its references, which is atomic, for nothing
+    holds_ = 1;
+  }
+
+  std::shared_ptr<Thread> owner_;
   int holds_ = 0;
   std::deque<Waiter*> queue_;
 };
