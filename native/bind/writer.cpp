@@ -4,6 +4,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "compiling.hpp"
 #include "control.hpp"
 #include "device.hpp"
 #include "gil.hpp"
@@ -35,6 +36,75 @@ bool wait_begin(Writer& writer, std::int64_t timeout_ns) {
   return writer.wait_begin(Nanoseconds(timeout_ns)) == Begin::ready;
 }
 
+// The writer's lock: it refuses instead of waiting. In C++, because an interrupt may land between any two lines of
+// Python: right after the lock was taken, no code would know to release it.
+class WriterLock {
+ public:
+  void acquire(nb::handle holder) {
+    if (holder_.is_valid() || (heir_.is_valid() && !heir_.is(holder)))
+      raise("WriterBusy", "another publish() or update() of this Publisher is under way; let it finish first");
+    holder_ = nb::borrow(holder);
+  }
+  bool held_by(nb::handle holder) const { return holder_.is(holder); }
+  // A no-op when another holder has it, so that cleaning up twice is safe.
+  void release(nb::handle holder) {
+    if (held_by(holder)) holder_ = nb::object();
+  }
+  bool locked() const { return holder_.is_valid(); }
+  // Until forgo(), `heir` alone may take it. False: another one has it reserved.
+  bool reserve(nb::handle heir) {
+    if (heir_.is_valid()) return false;
+    heir_ = nb::borrow(heir);
+    return true;
+  }
+  void forgo(nb::handle heir) {
+    if (heir_.is(heir)) heir_ = nb::object();
+  }
+
+ private:
+  nb::object holder_;
+  nb::object heir_;
+};
+
+// A context manager whose Python half may be interrupted anywhere; _recover() then undoes what was half done.
+class Scope {
+ public:
+  nb::object enter(nb::handle self) {
+    // Before anything else: an error of a second entry must not recover, that is undo, the first one.
+    if (entered_)
+      raise("WriterBusy",
+            "this update() section is entered already; leave it first, or make another one with update()");
+    entered_ = true;
+    try {
+      tell_dynamo();
+      return call_method(self, "_enter");
+    } catch (nb::python_error&) {
+      recover(self);
+      throw;
+    }
+  }
+
+  void exit(nb::handle self, bool failed) {
+    if (!entered_)
+      raise("ProtocolError", "this update() section is not entered, or was left already; nothing to leave");
+    try {
+      call_method(self, "_exit", nb::bool_(failed));
+      entered_ = false;
+    } catch (nb::python_error&) {
+      recover(self);
+      throw;
+    }
+  }
+
+ private:
+  void recover(nb::handle self) {
+    entered_ = false;
+    call_method(self, "_recover");
+  }
+
+  bool entered_ = false;
+};
+
 using Rows = std::vector<std::tuple<std::uint32_t, std::uint64_t>>;
 
 // Waits for the given (row, owner) pairs; returns those that still owe an ack after at most one slice.
@@ -53,6 +123,34 @@ Rows wait_acks(Writer& writer, std::uint64_t version, const Rows& rows, std::int
 }  // namespace
 
 void bind_writer(nb::module_& m) {
+  nb::class_<WriterLock>(m, "WriterLock", "A lock that refuses instead of waiting, and knows its holder.")
+      .def(nb::init<>())
+      .def("acquire", &WriterLock::acquire, "holder"_a, "Take the lock. Raises WriterBusy while it is held.")
+      .def("held_by", &WriterLock::held_by, "holder"_a)
+      .def("release", &WriterLock::release, "holder"_a, "Give the lock back; a no-op when another holder has it.")
+      .def("locked", &WriterLock::locked)
+      .def("reserve", &WriterLock::reserve, "heir"_a,
+           "Reserve the lock for `heir`, who takes it next. False: it is reserved already.")
+      .def("forgo", &WriterLock::forgo, "heir"_a, "Take that back; does nothing when it is another's.")
+      .def("__enter__", [](nb::handle self) { nb::inst_ptr<WriterLock>(self)->acquire(self); })
+      .def(
+          "__exit__",
+          [](nb::handle self, nb::handle, nb::handle, nb::handle) { nb::inst_ptr<WriterLock>(self)->release(self); },
+          "exc_type"_a.none(), "exc"_a.none(), "traceback"_a.none());
+
+  nb::class_<Scope>(m, "Scope", "Calls _enter() and _exit(failed) of its subclass, and _recover() if they raise.")
+      .def(nb::init<>())
+      .def(
+          "__enter__", [](nb::handle self) { return nb::inst_ptr<Scope>(self)->enter(self); },
+          nb::sig("def __enter__(self) -> tensordict.TensorDictBase"))
+      .def(
+          "__exit__",
+          [](nb::handle self, nb::handle type, nb::handle, nb::handle) {
+            nb::inst_ptr<Scope>(self)->exit(self, !type.is_none());
+          },
+          "exc_type"_a.none(), "exc"_a.none(), "traceback"_a.none(),
+          nb::sig("def __exit__(self, exc_type: object, exc: object, traceback: object) -> None"));
+
   nb::class_<Writer>(m, "Writer", "The writer's side of the protocol. Calls are not thread-safe: hold a lock.")
       .def(nb::init<Control&, std::uint64_t, bool>(), "control"_a, "me"_a, "on_device"_a = false,
            nb::keep_alive<1, 2>())
