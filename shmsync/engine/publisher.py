@@ -35,7 +35,6 @@ from .stats import PublisherStats, ReaderInfo
 from .subscriber import live_weights
 from .write.acks import Acks, Procs, check_workers, processes_of, wait_for_readers
 from .write.optimizer_steps import as_list
-from .write.pin_wait import busy
 from .write.writer import Writer
 
 if TYPE_CHECKING:
@@ -303,56 +302,65 @@ class Publisher:
         raise TypeError("a Publisher cannot be pickled; pass pub.handle to the worker and make a Subscriber there")
 
 
-class Update:
-    """What Publisher.update() returns. Not traced where an optimizer's step is compiled: only the step is."""
+class Update(_native.Scope):
+    """What Publisher.update() returns: `with` calls _enter() and _exit(), and _recover() if they are interrupted.
+
+    Not traced where an optimizer's step is compiled: only the step is.
+    """
 
     def __init__(self, publisher: Publisher, acks: Acks | None, timeout: float | None) -> None:
+        super().__init__()
         self._publisher = publisher  # lives as long as its section
         self._writer = publisher._writer
         self._acks = acks
         self._timeout = timeout
         self._seconds = 0.0  # spent at the entry
 
-    def __enter__(self) -> TensorDictBase:
+    def _enter(self) -> TensorDictBase:
         writer, started = self._writer, time.perf_counter()
         writer.check()
-        if not writer.lock.acquire(False):
-            raise busy()
+        writer.lock.acquire(self)
+        deadline = deadline_after(self._timeout, writer.timeout)
         try:
-            deadline = deadline_after(self._timeout, writer.timeout)
             if writer.closed or writer.device is not None or writer.native.writing:
                 writer.ready(deadline)
             if self._acks is not None:
                 writer.refuse_wait(self._acks)
-            weights = writer.begin_update(deadline)
-        except BaseException:
-            writer.lock.release()
+        except BaseException:  # nothing was begun: _recover() must not take back a version that is under way
+            writer.lock.release(self)
             raise
+        weights = writer.begin_update(deadline)
         self._seconds = time.perf_counter() - started
         return weights
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def _exit(self, failed: bool) -> None:
         writer = self._writer
         if writer.in_parent:
             raise ForkedHandle("this update() was begun in the parent process; only the parent can finish it")
+        if failed:
+            self._recover()
+            return
+        started = time.perf_counter()
+        version = writer.end_update()
+        writer.counts.publish.add(self._seconds + time.perf_counter() - started)
         try:
-            if kind is not None:
-                writer.undo()
-                return
-            started = time.perf_counter()
-            version = writer.end_update()
-            writer.counts.publish.add(self._seconds + time.perf_counter() - started)
             if self._acks is not None:
                 # The timeout starts again: the time spent in the body does not count.
                 writer.wait_acks(version, self._acks, deadline_after(self._timeout, writer.timeout))
         finally:
-            writer.lock.release()
+            writer.lock.release(self)  # published: there is nothing left to recover
+
+    def _recover(self) -> None:
+        """Undo: publish nothing, and give the lock back. Safe at any moment, and twice."""
+        writer = self._writer
+        if writer.lock.held_by(self) and not writer.in_parent:
+            writer.updating_thread = None
+            writer.undo()
+            writer.lock.release(self)
 
 
 disable(Publisher, "publish")
-disable(Update, "__enter__", "__exit__")
+disable(Update, "_enter", "_exit", "_recover")
 
 
 def writer_of(publisher: Publisher) -> Writer:

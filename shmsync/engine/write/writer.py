@@ -47,7 +47,7 @@ from .acks import Acks, WorkerWatch, wait_for_acks
 from .adoption import Adoption
 from .copy_plan import CopyPlan, DirtyLeaves, PlanCache
 from .device_writes import DeviceWrites, wait_for_sources
-from .pin_wait import PinWait, busy
+from .pin_wait import CloseRequest, PinWait
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -65,7 +65,7 @@ class Writer:
 
     Attributes:
         source: what publish() reads when it is given nothing; None when it must be given some.
-        lock: held around each call that writes. A second one raises busy() instead of waiting for it.
+        lock: held around each call that writes; a second holder gets WriterBusy at once.
         timeout: the arena's default, in seconds.
         native: the writer's side of the protocol. Where there is a `device`, only behind ready().
         device: commits the versions, behind its copies. None: this process does, as long as no source was on a GPU.
@@ -100,8 +100,9 @@ class Writer:
         self._devices: list[DeviceWrites] = []  # this one, for the end
         if on_device is not None:
             self._commit_by(on_device)
-        self.lock, self.peers, self.counts = threading.Lock(), Peers(), Counts()
-        self.pin_wait = PinWait(self.arena, name, self.native, self.peers, me().owner)
+        self.lock, self.peers, self.counts = _native.WriterLock(), Peers(), Counts()
+        self.close_request = CloseRequest(self.lock)
+        self.pin_wait = PinWait(self.arena, name, self.native, self.peers, me().owner, self.close_request)
         self.closed = False
         self.adopted: Adoption | None = None
         self.updating_thread: int | None = None
@@ -152,26 +153,18 @@ class Writer:
         if self.native.writing:
             self.undo()
 
-    @contextmanager
-    def writing(self, deadline: float) -> Iterator[None]:
-        """Hold the lock, at ready(). Raises as that, and WriterBusy."""
-        if self.lock.locked():
-            raise busy()
-        with self.lock:  # a thread that comes between these lines is waited for
-            self.ready(deadline)
-            yield
-
     def settle(self, deadline: float) -> None:
         """With a device: wait until no version is under way, before others are told of it. Raises as ready()."""
         if self.device is not None:
-            with self.writing(deadline):
-                pass
+            with self.lock:
+                self.ready(deadline)
 
     @contextmanager
     def at_rest(self) -> Iterator[tuple[int, int]]:
         """The published version and its slot, which no call writes meanwhile. Raises Poisoned, WriterBusy."""
         self.check()
-        with self.writing(deadline_after(None, self.timeout)):
+        with self.lock:
+            self.ready(deadline_after(None, self.timeout))
             self.refuse_poisoned()
             yield self.current
 
@@ -209,9 +202,7 @@ class Writer:
     ) -> int:
         """As Publisher.publish(). `version`: this one instead of the next; `optional`: as in check_weights()."""
         self.check()
-        if self.lock.locked():
-            raise busy()
-        with self.lock:  # as in writing()
+        with self.lock:
             if self.closed or self.device is not None or self.native.writing:
                 self.ready(deadline)
             if self.worker_watch is not None:
@@ -228,7 +219,8 @@ class Writer:
 
         `optional`: the leaves that may be missing; None: all.
         """
-        with self.writing(deadline):
+        with self.lock:
+            self.ready(deadline)
             plan = self._plan(weights, optional)
             if plan is not None:
                 plan.release()
@@ -374,7 +366,6 @@ class Writer:
     def undo(self) -> None:
         """Take a failed write back: the arena is as before, or poisoned if its only slot may be half written."""
         self.counts.aborted += 1
-        self.updating_thread = None
         if self.device is not None:
             self.device.take_back()
         if self.arena.slots == 1 and self.native.writing and self._touched:
@@ -407,36 +398,28 @@ class Writer:
             looked = self.adopted.look()
         slots = self.arena.slots
         weights = self.arena.weights(0, writable=True)  # the first time it imports tensordict: before the gate closes
-        try:
-            self.begin(deadline)
-            if slots > 1:
-                self._carry(None)
-                weights = self.arena.weights(self.native.slot, writable=True)
-            elif self.adopted is not None and looked is None:
-                self._touched = True
-                self.adopted.pull()
-            if self.device is not None:
-                self.device.open_to()
-        except BaseException:
-            self.undo()
-            raise
+        self.begin(deadline)
+        if slots > 1:
+            self._carry(None)
+            weights = self.arena.weights(self.native.slot, writable=True)
+        elif self.adopted is not None and looked is None:
+            self._touched = True
+            self.adopted.pull()
+        if self.device is not None:
+            self.device.open_to()
         self._touched = True
         self.updating_thread = threading.get_ident()
         return weights
 
     def end_update(self) -> int:
         """Publish what the body of an update() has written; the new version."""
-        try:
-            if self.adopted is not None:
-                plan = self.adopted.look() or self.adopted.pull()  # the body may have replaced tensors too
-                plan.copy_to(self._addresses[0], 0)
-                plan.release()
-                self.counts.bytes_copied += plan.nbytes
-                self.adopted.remember_versions()
-            version = self.commit()
-        except BaseException:
-            self.undo()
-            raise
+        if self.adopted is not None:
+            plan = self.adopted.look() or self.adopted.pull()  # the body may have replaced tensors too
+            plan.copy_to(self._addresses[0], 0)
+            plan.release()
+            self.counts.bytes_copied += plan.nbytes
+            self.adopted.remember_versions()
+        version = self.commit()
         self.updating_thread = None
         self.counts.updates += 1
         return version
@@ -444,7 +427,8 @@ class Writer:
     @run_plainly
     def adopt(self, publisher: Any, source: Any, optimizers: list[torch.optim.Optimizer]) -> None:
         """As Publisher.adopt(). `publisher`: what a step keeps alive."""
-        with self.writing(deadline_after(None, self.timeout)):
+        with self.lock:
+            self.ready(deadline_after(None, self.timeout))
             adopted = self.adopted
             if adopted is None:
                 adopted = Adoption(source, self.arena, self.name, self.plans, self, publisher)
@@ -512,10 +496,10 @@ class Writer:
         def ending() -> bool:
             if watch is not None:
                 watch.look(version)
-            return self.pin_wait.is_ended()
+            return self.close_request.pending()
 
         try:
-            with self.pin_wait.waiting():
+            with self.close_request.waiting():
                 try:
                     wait_for_acks(self.pin_wait, version, acks, deadline, ending)
                 except WorkerDied as error:
@@ -555,18 +539,7 @@ class Writer:
         """As Publisher.close()."""
         if self.closed or self.in_parent:
             return
-        free = self.lock.acquire(False)
-        if not free and self.pin_wait.waiting_thread not in (None, threading.get_ident()):
-            self.pin_wait.closing = True
-            try:
-                free = self.lock.acquire(timeout=min(self.timeout, threading.TIMEOUT_MAX))
-            finally:
-                self.pin_wait.closing = False
-        if not free:
-            raise busy()
-        try:
-            if self.closed:  # another thread's close() was quicker
-                return
+        with self.close_request.exclusive(deadline_after(None, self.timeout)):
             adopted, self.adopted = self.adopted, None
             with suppress(DeviceFailed, WriterBusy):  # then readers keep the version before
                 self.wait_until_published(deadline_after(None, self.timeout))
@@ -578,8 +551,6 @@ class Writer:
                 self.plans.forget()
                 self._closing.append(True)
                 self._finalizer()
-        finally:
-            self.lock.release()
 
 
 def _clean_up(
