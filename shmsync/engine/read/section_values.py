@@ -46,8 +46,8 @@ def _array(key: Key, leaf: torch.Tensor) -> Any:
         array = leaf.detach().numpy()
     except (TypeError, RuntimeError) as error:
         raise ProtocolError(
-            f"{key!r} is {leaf.dtype} on {leaf.device}, which numpy cannot show: {error}. Use section.weights, or "
-            "publish it with dtype= and device=None"
+            f"{'.'.join(key)!r} is {leaf.dtype} on {leaf.device}, which numpy cannot show: {error}. Use "
+            "section.weights, or publish it with dtype= and device=None"
         ) from error
     array.setflags(write=False)  # for good: the memory is not numpy's own, so numpy never allows writes again
     return array
