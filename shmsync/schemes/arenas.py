@@ -93,7 +93,7 @@ class ModelArenas:
         registered: a TensorDict of the user's own: the first version, and it shows each later one.
 
     Attributes:
-        in_use: has a worker applied a version?
+        in_use: has a worker applied a version, or may one that is late?
     """
 
     def __init__(

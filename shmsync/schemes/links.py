@@ -24,7 +24,6 @@ from .messages import Message, Tag
 from .pipe import Pipe, milliseconds
 
 WORDING = Wording("a worker applies at its next receive()")
-_AHEAD = 1 << 13  # bytes that a worker reads at once: every message of shared memory
 
 
 Result = Failure | str | None  # what went wrong; None: applied. A string: it answered something else
@@ -255,7 +254,7 @@ class Inbox:
         while True:
             if readable:
                 with pipe.lock:
-                    self._read()
+                    self._read(wanted, most)
                     found: list[Message] = []
                     left: list[Message] = []
                     for message in self._messages:
@@ -274,15 +273,14 @@ class Inbox:
             raise WriterDied(f"the sender (pid {sender}) died, so no weights will come; leave the loop")
         return []
 
-    def _read(self) -> None:
-        """Sort all that is there."""
+    def _read(self, wanted: Callable[[Message], bool], most: int | None) -> None:
+        """Sort what is there, until as many as asked for are wanted: the worker's own loop may read what follows."""
         pipe = self.pipe
         pipe.check_open()
-        came = _AHEAD
-        while came >= _AHEAD and not pipe.ended:
-            came = pipe.read(_AHEAD)
-            while (found := pipe.next_message()) is not None:
-                if (message := messages.read_message(found[0])) is None:
-                    pipe.pending.append(found[0])
-                else:
-                    self._messages.append(message)
+        while most is None or sum(map(wanted, self._messages)) < most:
+            if (found := pipe.receive()) is None:
+                break
+            if (message := messages.read_message(found[0])) is None:
+                pipe.pending.append(found[0])
+            else:
+                self._messages.append(message)

@@ -1,8 +1,8 @@
 """One end of a duplex multiprocessing.Pipe, read and written without ever blocking.
 
 Connection.send() blocks while the other side does not read, and Connection.recv() while half a message is there; with a
-peer that was stopped or killed that may never end. The frames here are those of Connection, and the trainer's side
-reads no byte beyond a message: so either side may be a plain Connection, between two messages.
+peer that was stopped or killed that may never end. The frames here are those of Connection, and no byte beyond a
+message is read: so either side may be a plain Connection, between two messages.
 """
 
 from __future__ import annotations
@@ -154,15 +154,15 @@ class Pipe:
     def receive(self) -> tuple[Any] | None:
         """The next message, in a tuple of one, and no byte beyond it; None while no whole one is there."""
         while len(self._incoming) < self._end:
-            if self.ended or not self.read():
+            if self.ended or not self._read():
                 return None
-        return self.next_message()
+        return self._next_message()
 
-    def read(self, least: int = 0) -> int:
-        """Read what there is of the message that comes, or up to so many bytes; how many came. Notices the end."""
+    def _read(self) -> int:
+        """Read what there is of the message that comes; how many bytes came. Notices the end."""
         buffer = self._incoming
         try:
-            data = self._socket.recv(min(max(self._end - len(buffer), least), _MOST), _AT_ONCE)
+            data = self._socket.recv(min(self._end - len(buffer), _MOST), _AT_ONCE)
         except ConnectionError:
             data = b""
         except OSError:  # nothing is there, or the system has no memory for it now
@@ -174,7 +174,7 @@ class Pipe:
             self._find_bounds()
         return len(data)
 
-    def next_message(self) -> tuple[Any] | None:
+    def _next_message(self) -> tuple[Any] | None:
         """The next of the messages that were read, in a tuple of one; None when no whole one was.
 
         A message that cannot be unpickled here is kept in `pending`.

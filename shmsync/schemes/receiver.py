@@ -203,7 +203,7 @@ class PipeReceiver(WeightReceiver):
             inbox.pipe.flush()  # an answer that the pipe had no room for
         # All that is there, before the answers: a sender that is fast enough would keep this call for ever.
         while not self._has_news and (batch := inbox.take(self._serves, deadline)):
-            errors = [inbox.receivers[message.model_id]._handle(message) for message in batch]
+            errors = [receiver._handle(each) for each in batch if (receiver := self._receiver_of(each)) is not None]
             if any(errors):
                 self._resolve_model_ref()  # a receiver without a model raises here too
         news, self._has_news = self._has_news, False
@@ -213,8 +213,11 @@ class PipeReceiver(WeightReceiver):
 
     def _serves(self, message: Message) -> bool:
         """Is it for this model, or for another one that this thread uses?"""
-        receiver = self if message.model_id == self._model_id else self._inbox.receivers.get(message.model_id)
+        receiver = self._receiver_of(message)
         return receiver is not None and (receiver is self or receiver._thread in (None, self._thread))
+
+    def _receiver_of(self, message: Message) -> PipeReceiver | None:
+        return self if message.model_id == self._model_id else self._inbox.receivers.get(message.model_id)
 
     def _handle(self, message: Message) -> Exception | None:
         """Do what a message says, and answer it; what weights failed with: a registration fails again with them."""
@@ -244,8 +247,7 @@ class PipeReceiver(WeightReceiver):
             raise ValueError(f"the receiver of {self._model_id!r} has no pipe; call init_on_worker() first")
         message = given_message(weights, self._model_id)
         try:
-            receiver = self if message.model_id == self._model_id else self._inbox.receivers.get(message.model_id)
-            if receiver is None:
+            if (receiver := self._receiver_of(message)) is None:
                 raise ValueError(
                     f"weights of {message.model_id!r} came to the receiver of {self._model_id!r}, and no receiver has "
                     f"that model; make one for {message.model_id!r}"

@@ -370,8 +370,8 @@ class SharedMemSender(PipeSender):
             super()._gather(posted, deadline)
         finally:
             outcome, arenas = posted.outcome, self.arenas
-            arenas.in_use = arenas.in_use or bool(outcome.done)
-            if outcome.failed and not (arenas.in_use or outcome.late) and arenas.give_up():
+            arenas.in_use = arenas.in_use or bool(outcome.done or outcome.late)  # who is late applies it yet
+            if outcome.failed and not arenas.in_use and arenas.give_up():
                 self._scheme.policy_weights.pop(self._model_id, None)
 
     def _tell(self, index: int, link: Link, handle: Handle) -> None:
