@@ -97,8 +97,8 @@ def send_through_pipes(arenas, tensor):
 ENTRIES = [new_publisher, publish_a_module, adopt, bind, apply, send_through_pipes]
 
 
-REFUSED = [pytest.param(kind, publish_a_module, id=kind) for kind in ODD]
-REFUSED += [pytest.param(kind, entry, id=entry.__name__) for kind in ("sparse", "wrapper") for entry in ENTRIES]
+# bind() gives modules on the meta device their memory.
+REFUSED = [pytest.param(k, e, id=f"{k}-{e.__name__}") for k in ODD for e in ENTRIES if (k, e) != ("meta", bind)]
 
 
 @pytest.mark.parametrize(("kind", "entry"), REFUSED)
@@ -143,3 +143,16 @@ def test_what_is_no_tensor_in_a_tensordict_is_named():
     source = TensorDict({"t": torch.ones(2), "inner": {"name": NonTensorData("policy")}}, batch_size=[])
     with pytest.raises(shmsync.ManifestMismatch, match=r"inner.name is a NonTensorData.*exclude="):
         shmsync.Publisher(source)
+
+
+@pytest.mark.parametrize("dtype", [None, {"*": torch.float64}], ids=["as bytes", "cast"])
+def test_a_source_that_moves_into_the_slab_is_refused(publisher, dtype):
+    source = nn.Module()
+    source.t = nn.Parameter(torch.ones(64))
+    pub = publisher(source, slots=2, dtype=dtype)
+    for _ in range(2):
+        pub.publish(source)
+    source.t.data = pub.weights["t"].view(torch.float32)[:64]
+    for _ in range(2):
+        with pytest.raises(shmsync.ManifestMismatch, match="inside arena"):
+            pub.publish(source)

@@ -14,6 +14,7 @@ from torch import nn
 
 import shmsync
 from shmsync.engine.write import copy_plan as plans
+from support.odd_tensors import ODD
 from support.weights import fill
 
 FORMS = {
@@ -80,6 +81,29 @@ def test_no_value_is_kept_alive_by_a_plan(publisher):
             del source
             gc.collect()
             assert not any(ref() is not None for ref in alive)
+
+
+REFUSED = {
+    "given back": ODD["given back"][0],
+    "sparse": ODD["sparse"][0],
+    "wrapper": ODD["wrapper"][0],
+    "other dtype": lambda: torch.zeros(4, dtype=torch.float64),
+    "other shape": lambda: torch.zeros(2, 2),
+    "uninitialised": nn.UninitializedParameter,
+    "no tensor": lambda: [0.0] * 4,
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_does_not_fit_is_refused_at_every_publish_after_what_did(publisher, kind):
+    pub = publisher({"t": torch.zeros(4), "other": torch.zeros(2)})
+    for number in range(2, 5):
+        pub.publish({"t": torch.full((4,), float(number)), "other": torch.zeros(2)})
+        for _ in range(2):
+            with pytest.raises(shmsync.ManifestMismatch):
+                pub.publish({"t": REFUSED[kind](), "other": torch.zeros(2)})
+        assert pub.version == number
+        assert pub.weights["t"].tolist() == [number] * 4
 
 
 def test_tied_leaves_that_come_apart_are_seen(publisher):
