@@ -260,16 +260,18 @@ class Reader {
     if (!moves_natively) return false;
     const nb::object followers = nb::getattr(self, interned("followers"));
     const std::uint32_t slot = slot_of(side->held());
-    const Py_ssize_t count = PyList_Size(followers.ptr());
-    for (Py_ssize_t i = 0; i < count; ++i)
+    // A module may go, and its follower with it, whenever Python code runs or the GIL is given up.
+    const auto count = [&] { return PyList_Size(followers.ptr()); };
+    for (Py_ssize_t i = 0; i < count(); ++i)
       if (!nb::inst_ptr<Follower>(followers[i])->is_ready(slot)) return false;
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      Follower& each = *nb::inst_ptr<Follower>(followers[i]);
+    for (Py_ssize_t i = 0; i < count(); ++i) {
+      const nb::object kept = followers[i];
+      Follower& each = *nb::inst_ptr<Follower>(kept);
       each.put_back();
       each.show(slot);
       if (!each.renew(slot)) return false;
     }
-    if (count > 0) clear_caches();
+    if (count() > 0) clear_caches();
     shown_slot = slot;
     ++moves;
     applied();
@@ -386,7 +388,7 @@ class Reader {
   bool publisher_lost = false;  // follows, and its publisher is gone
   bool entering = false;        // a hook is at work
   bool closed = false;
-  // In the host's memory, with pins, no function of on_version(), and after the first move in this arena.
+  // In the host's memory, not optimistic, no function of on_version(), and after the first move in this arena.
   bool moves_natively = false;
   std::uint32_t shown_slot = 0;  // of `weights`
   std::uint64_t moves = 0;
