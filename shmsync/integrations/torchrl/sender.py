@@ -46,6 +46,7 @@ class Arena:
 
     def __init__(self, members: set[int], place: str) -> None:
         self.name, self.members, self.place = new_name(), members, place
+        self.version = FIRST  # the newest; the publisher shows it once its device has written it
         self._own: dict[str, torch.Tensor] | None = None  # see keeps()
 
     def open(self, weights: Any, **options: Any) -> None:
@@ -170,7 +171,7 @@ class Sender:
                     self._explained(arena.writer.check_weights, source, deadline)
             for arena, source, given, own in plan:
                 if source is not None:
-                    self._explained(arena.writer.publish, source, deadline)
+                    arena.version = self._explained(arena.writer.publish, source, deadline)
                     arena.sent(given, own)
             self._version += 1
             for arena, *_ in plan if wait else ():
@@ -221,7 +222,7 @@ class Sender:
 
     def _wait(self, arena: Arena, outcome: Outcome, deadline: float) -> None:
         """Wait until each worker has applied what was published, or is dead; `outcome` has those that did not."""
-        writer, control, version = arena.writer, arena.writer.arena.control, arena.publisher.version
+        writer, control, version = arena.writer, arena.writer.arena.control, arena.version
         members = sorted(arena.members - self._lost)
         rows = RowWait(control, writer.peers, (), members, lambda row: row.acked == version)
 
