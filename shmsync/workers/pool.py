@@ -279,6 +279,8 @@ class Workers:
 
     def _explains(self, error: WorkerDied) -> bool:
         """As _look(), when the reader table shows deaths. Do all of these workers run again?"""
+        if any(rank in self._members and self._members[rank].reported for rank in error.missing):
+            return False  # it is _look()'s own error; a second look would raise the next one in its place
         for rank, member in self._members.items():
             if rank in error.missing:
                 member.process.join(EXIT_CODE)  # the table shows the end of its last thread a moment sooner
