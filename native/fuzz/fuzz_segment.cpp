@@ -160,7 +160,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       }
     }
   }
-  side.final();
+  side.enter_after_death();
   side.retire();
   return 0;
 }
