@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from importlib import import_module
@@ -276,7 +277,8 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
             ProtocolError: the result is a generator or a coroutine, or holds one.
             ShmSyncError: as in read().
         """
-        import_module("tensordict")  # as read(), before the section
+        if "tensordict" not in sys.modules:  # as read(), before the section
+            import_module("tensordict")
         result, version = self._reader.run(self._reader.private, fn, args, kwargs)
         return (result, version) if with_version else result
 

@@ -246,11 +246,11 @@ class Inbox:
         return pipe.end
 
     def take(self, wanted: Callable[[Message], bool], deadline: float, most: int | None = None) -> list[Message]:
-        """The messages that are wanted, oldest first; none when the monotonic time `deadline` comes first; 0 looks.
+        """The messages that are wanted, oldest first; none when the monotonic time `deadline` comes first.
 
         Raises WriterDied when the sender is gone and nothing wanted is left.
         """
-        pipe, readable = self.pipe, deadline == 0.0 or bool(self._messages)
+        pipe, readable = self.pipe, bool(self._messages)
         while True:
             if readable:
                 with pipe.lock:
@@ -269,7 +269,7 @@ class Inbox:
             pipe.wait(deadline)
             readable = True
         # With fork the siblings hold the sender's end too, so that its death does not end the pipe.
-        if deadline and (sender := dead_parent()) is not None:
+        if (sender := dead_parent()) is not None:
             raise WriterDied(f"the sender (pid {sender}) died, so no weights will come; leave the loop")
         return []
 

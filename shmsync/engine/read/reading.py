@@ -214,7 +214,7 @@ class ReadPath(_native.Reader):
 
     @property
     def tensors(self) -> dict[Key, torch.Tensor]:
-        """The leaves of `weights` by key; without tensordict, whose import takes over 1 s and 130 MB."""
+        """The leaves of `weights` by key."""
         self.check_open()
         return self._shown.views(self.shown_slot)
 
