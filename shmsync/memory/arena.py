@@ -61,10 +61,15 @@ def arena_around(tensor: torch.Tensor, address: int) -> Arena | None:
     return None
 
 
-def arenas_read() -> list[segment.Handle]:
-    """What this process is attached to."""
-    found: list[tuple[Any, bytes]] = [(arena.reader and arena.reader(), arena.session) for arena in _all_mapped()]
-    return [segment.Handle(reader.name, session) for reader, session in found if reader is not None]
+def show_failure(who: str, what: str, session: bytes | None = None) -> None:
+    """Let `shmsync list` and others show "`who` `what`" beside the arena of this session; None: beside all it reads.
+
+    "" takes back what was shown for `who`, a worker that was started again.
+    """
+    for arena in _all_mapped():
+        shows = arena.session == session or (session is None and arena.reader is not None)
+        if shows and (what or arena.control.failure.startswith(f"{who} ")):
+            arena.control.failure = f"{who} {what}" if what else ""
 
 
 def lies_in(tensor: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> bool:

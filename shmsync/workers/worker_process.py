@@ -24,10 +24,9 @@ import torch
 from ..engine.outcome import Failure
 from ..engine.subscriber import Subscriber, reader_of
 from ..errors import ClosedError
-from ..memory.arena import arenas_read
+from ..memory.arena import show_failure
 from ..memory.process import Peer, dead_parent
 from ..memory.segment import Handle
-from ..memory.segment_file import show_failure
 
 FAILED, RETURNED = "failed", "returned"  # the last word of a worker
 
@@ -81,8 +80,7 @@ def reported(control: Connection) -> Iterator[None]:
 def show(failure: str) -> None:
     """Let `shmsync list` show how this worker failed, beside the arenas that it reads; "" for one that starts."""
     who = multiprocessing.current_process().name.removeprefix("shmsync-").replace("-", " ")
-    for name, session in arenas_read():
-        show_failure(name, session, who, failure)
+    show_failure(who, failure)
 
 
 def _end_after(trainer: int) -> None:
