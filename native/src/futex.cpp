@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <climits>
 
 namespace shmsync {
@@ -25,12 +24,6 @@ void futex_wait(const Word32& word, std::uint32_t expected, Nanoseconds timeout)
   const timespec ts{0, static_cast<long>(timeout.count())};
   static_assert(kSlice < std::chrono::seconds(1), "tv_sec is always 0");
   futex(word, FUTEX_WAIT, expected, &ts);  // EAGAIN, EINTR, ETIMEDOUT: the caller looks again anyway
-}
-
-bool futex_park(const Word32& word, std::uint32_t expected, Nanoseconds timeout) {
-  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(timeout);
-  const timespec ts{static_cast<time_t>(seconds.count()), static_cast<long>((timeout - seconds).count())};
-  return futex(word, FUTEX_WAIT, expected, &ts) == 0 || errno != ETIMEDOUT;
 }
 
 void futex_wake_all(const Word32& word) { futex(word, FUTEX_WAKE, INT_MAX, nullptr); }

@@ -17,9 +17,6 @@ inline constexpr Nanoseconds kSlice = std::chrono::milliseconds(50);  // the lon
 // Sleeps while `word` holds `expected`, at most `timeout`. The word may be mapped read-only.
 void futex_wait(const Word32& word, std::uint32_t expected, Nanoseconds timeout);
 
-// The same for threads that no process's death concerns: in one piece. False: the time was over.
-bool futex_park(const Word32& word, std::uint32_t expected, Nanoseconds timeout);
-
 // Wakes every sleeper on `word`, in every process.
 void futex_wake_all(const Word32& word);
 
