@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cerrno>
 #include <csignal>
+#include <cstdio>
 #include <cstring>
 #include <mutex>
 #include <new>
@@ -21,7 +22,7 @@ namespace {
 struct Range {
   std::atomic<std::uintptr_t> begin{0};  // 0: free. Written last, and first when the range goes
   std::size_t bytes = 0;
-  std::array<char, 208> name{};  // arena names have at most 200 characters
+  std::array<char, 512> line{};  // what is written of a fault; arena names have at most 200 characters
 };
 constexpr std::size_t kRanges = 4096;
 Range g_ranges[kRanges];
@@ -58,43 +59,13 @@ std::uintptr_t address_of(const siginfo_t& info, const void* context) {
   return info.si_code == SI_TKILL && info.si_pid == getpid() ? last_fault(context) : 0;
 }
 
-class Line {
- public:
-  Line& operator<<(std::string_view text) {
-    const std::size_t n = std::min(text.size(), sizeof(text_) - length_);
-    std::memcpy(text_ + length_, text.data(), n);
-    length_ += n;
-    return *this;
-  }
-  void write_to(int fd) const {  // one write(): lines of several processes do not mix
-    std::size_t done = 0;
-    while (done < length_) {
-      const ssize_t n = ::write(fd, text_ + done, length_ - done);
-      if (n < 0 && errno == EINTR) continue;
-      if (n <= 0) return;
-      done += static_cast<std::size_t>(n);
-    }
-  }
-
- private:
-  char text_[768];
-  std::size_t length_ = 0;
-};
-
-void say(const Range& range) {
-  Line line;
-  line << "shmsync: a write into the weights of arena '" << std::string_view(range.name.data())
-       << "', which are read-only in this process, ends it (SIGSEGV). Change weights in the trainer, by publish() or "
-          "inside update(); or change a private copy: sub.snapshot(), tensor.clone(), copy.deepcopy(module)\n";
-  line.write_to(STDERR_FILENO);
-}
-
 // The handler that was there before is put back, and gets the signal as if ours had never been: a real fault comes
 // again when the instruction is repeated, and one that was sent is sent again.
 void on_fault(int, siginfo_t* info, void* context) {
   const int error = errno;
   if (const auto address = address_of(*info, context))
-    if (const Range* range = find(address)) say(*range);
+    if (const Range* range = find(address))  // in one write: lines of several processes do not mix
+      if (write(STDERR_FILENO, range->line.data(), std::strlen(range->line.data())) < 0) errno = error;
   sigaction(SIGSEGV, &g_before, nullptr);
   if (info->si_code <= 0)
     syscall(SYS_rt_tgsigqueueinfo, getpid(), static_cast<pid_t>(syscall(SYS_gettid)), SIGSEGV, info);
@@ -125,9 +96,12 @@ bool watch_faults(std::uintptr_t begin, std::size_t bytes, std::string_view name
   for (Range& range : g_ranges) {
     if (range.begin.load(std::memory_order_relaxed) != 0) continue;
     range.bytes = bytes;
-    const std::size_t length = std::min(name.size(), range.name.size() - 1);
-    std::memcpy(range.name.data(), name.data(), length);
-    range.name[length] = '\0';
+    std::snprintf(
+        range.line.data(), range.line.size(),
+        "shmsync: a write into the weights of arena '%.*s', which are read-only in this process, ends it "
+        "(SIGSEGV). Change weights in the trainer, by publish() or inside update(); or change a private copy: "
+        "sub.snapshot(), tensor.clone(), copy.deepcopy(module)\n",
+        static_cast<int>(std::min<std::size_t>(name.size(), 200)), name.data());
     range.begin.store(begin, std::memory_order_release);
     install();
     return true;
