@@ -16,7 +16,7 @@ import torch
 
 from ..memory.process import dead_parent, poll
 from ..schemes import WeightSyncScheme
-from ..workers.worker_process import reported, show
+from ..workers.worker_process import attached, reported
 from .acting import bring
 from .buffers import Buffers
 from .rollout import Rollout
@@ -62,7 +62,6 @@ class _Worker:
             envs.append(make())
             closing.callback(envs[-1].close)
         spec.scheme.init_on_worker("policy", pipe=weights, model=policy, worker_idx=spec.index)
-        show("")
         self._receiver = receiver = spec.scheme.get_receiver()
         self._seed = spec.seed
         self._control = control
@@ -84,6 +83,7 @@ class _Worker:
                 self._rollout.reset(self._seed)
                 self._control.send((LAYOUT, (self._rollout.layout(), self._rollout.count)))
             elif word == START:
+                attached(self._control)  # it has had its first weights
                 memory, rows, seed = content
                 self._rollout.use(Buffers(memory), slice(*rows))
                 torch.manual_seed(seed)

@@ -22,7 +22,6 @@ from ..engine.outcome import RemoteTraceback, listed
 from ..engine.publisher import Publisher, writer_of
 from ..engine.write.acks import WorkerWatch
 from ..errors import AckTimeout, ProtocolError, WorkerDied, WorkerFailed
-from ..memory.segment_file import show_failure
 from .process import EXIT_CODE, TERMINATED, Process, end, leave
 from .worker_process import attach_and_work
 
@@ -345,7 +344,6 @@ class Workers:
             )
         else:
             self._free_rows(member)  # or the next wait would find them, and raise its death again
-            show_failure(*self._pub.handle, f"worker {rank}", f"died: {how}")
             if before:
                 before += "; its own output may have the reason"
                 if member.process.exitcode == 1:  # it could not import the main file

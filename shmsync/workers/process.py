@@ -20,7 +20,9 @@ from ..engine.deadlines import SLICE
 from ..engine.outcome import Failure
 from ..errors import ProtocolError
 from ..memory.process import Peer, me, poll, stay_if_exiting
-from .worker_process import FAILED, RETURNED, run
+from ..memory.segment import Handle
+from ..memory.segment_file import show_failure
+from .worker_process import ATTACHED, FAILED, RETURNED, run
 
 TERMINATED = 2.0  # seconds from SIGTERM to SIGKILL
 EXIT_CODE = 1.0  # seconds; a fork server reports an exit code a moment after the death
@@ -57,10 +59,12 @@ class Process:
                 "this process is a daemon (of a multiprocessing.Pool or a DataLoader), which may not start processes; "
                 "start the workers in the main process, or pass pub.handle to processes that you start yourself"
             )
+        self._who = who
+        self._arenas: list[Handle] = []
+        self._memory_kills = memory_kills()
         self.failure: Failure | None = None
         self.received: list[tuple[str, Any]] = []
         self.over = self.reported = self._returned = False
-        self._memory_kills = memory_kills()
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
             target=run,
@@ -110,14 +114,16 @@ class Process:
             pass
 
     def read(self) -> None:
-        """Take what it has sent."""
+        """Take what it has sent. `shmsync list` shows a death, as it shows the exception that a worker reports."""
         if self.over:
             return
         gone = self.dead  # before the last look: what it sent, it sent before it died
         try:
             while self.connection.poll():
                 word, content = self.connection.recv()
-                if word == FAILED:
+                if word == ATTACHED:
+                    self._arenas = content
+                elif word == FAILED:
                     self.failure = self.failure or content
                 elif word == RETURNED:
                     self._returned = True
@@ -126,6 +132,9 @@ class Process:
         except (EOFError, OSError):
             gone = True
         self.over = gone
+        if self.lost and self.failure is None and not self.reported:
+            for name, session in self._arenas:
+                show_failure(name, session, self._who, f"died: {self.how}")
 
     def watch(self, poller: select.poll) -> None:
         """Let this poll find its messages and its end, unless they are known."""
@@ -136,7 +145,8 @@ class Process:
 
     def close(self) -> None:
         """Kill it if it runs, and close its pipe. Idempotent."""
-        if self.process.exitcode is None:
+        if not self.dead:
+            self.reported |= self.failure is None  # on purpose
             self.process.kill()
         self.process.join()  # of one that has ended too: else multiprocessing keeps its descriptor until the next start
         self.read()
@@ -173,6 +183,7 @@ def end(members: Mapping[int, Process], grace: float) -> None:
     try:
         for member in members.values():
             if not member.dead:
+                member.reported |= member.failure is None  # on purpose
                 member.process.terminate()
         while any(not member.dead for member in members.values()) and time.monotonic() < deadline:
             wait_for_any(members, deadline)

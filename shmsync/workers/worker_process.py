@@ -29,6 +29,7 @@ from ..memory.process import Peer, dead_parent
 from ..memory.segment import Handle
 from ..memory.segment_file import show_failure
 
+ATTACHED = "attached"  # it uses these arenas
 FAILED, RETURNED = "failed", "returned"  # the last word of a worker
 
 _BETWEEN_LOOKS = 1.0  # seconds
@@ -72,14 +73,20 @@ def reported(control: Connection) -> Iterator[None]:
             with suppress(OSError, ValueError):  # stderr is closed
                 print(f"{multiprocessing.current_process().name} (pid {os.getpid()}) failed:", file=sys.stderr)
                 print(failure.trace, end="", file=sys.stderr, flush=True)
-            show(f"failed: {type(error).__name__}")
+            _show(f"failed: {type(error).__name__}")
             with suppress(OSError):  # the trainer is gone
                 control.send((FAILED, failure))
         raise Reported(1) from None
 
 
-def show(failure: str) -> None:
-    """Let `shmsync list` show how this worker failed, beside the arenas that it reads; "" for one that starts."""
+def attached(control: Connection) -> None:
+    """This worker has its weights: tell the trainer where, and take back how one in its place has failed."""
+    _show("")
+    control.send((ATTACHED, arenas_read()))
+
+
+def _show(failure: str) -> None:
+    """Let `shmsync list` show how this worker failed, beside the arenas that it reads."""
     who = multiprocessing.current_process().name.removeprefix("shmsync-").replace("-", " ")
     for name, session in arenas_read():
         show_failure(name, session, who, failure)
@@ -120,7 +127,7 @@ def _end_children_too(control: Connection) -> None:
 def attach_and_work(control: Connection, handle: Handle, rank: int, work: Callable[..., object], *args: Any) -> None:
     """The body of a worker of Workers: the user's function, with a Subscriber."""
     sub = WorkerSubscriber(handle, rank, control)
-    show("")
+    attached(control)
     with sub, reported(control):  # before the Subscriber leaves: the trainer then knows why
         try:
             work(sub, *args)
