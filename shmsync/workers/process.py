@@ -11,7 +11,7 @@ import re
 import select
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from .worker_process import ATTACHED, FAILED, RETURNED, run
 
 TERMINATED = 2.0  # seconds from SIGTERM to SIGKILL
 EXIT_CODE = 1.0  # seconds; a fork server reports an exit code a moment after the death
-_COUNTERS = Path("/proc/vmstat")  # of the machine; kills at the limit of a cgroup count there too
 
 
 class Process:
@@ -61,7 +60,6 @@ class Process:
             )
         self._who = who
         self._arenas: list[Handle] = []
-        self._memory_kills = memory_kills()
         self.failure: Failure | None = None
         self.received: list[tuple[str, Any]] = []
         self.over = self.reported = self._returned = False
@@ -85,6 +83,8 @@ class Process:
         finally:
             theirs.close()
         self.peer = Peer(process=self.process)
+        self._counter = memory_counter(self.peer.pid)
+        self._memory_kills = memory_kills(self._counter)
 
     @property
     def dead(self) -> bool:
@@ -102,8 +102,9 @@ class Process:
         if self.over:
             self.process.join(EXIT_CODE)
         words = str(self.peer)
-        if self.process.exitcode == -9 and memory_kills() > self._memory_kills:
-            words += ", possibly out of memory: the kernel has killed a process for that since this one was started"
+        kills = memory_kills(self._counter) - self._memory_kills
+        if self.process.exitcode == -9 and kills > 0:
+            words += f"; processes of its cgroup killed for lack of memory since its start: {kills}"
         return words
 
     def send(self, word: str, content: Any = None) -> None:
@@ -222,13 +223,27 @@ def _named() -> Iterator[None]:
         ) from error
 
 
-def memory_kills(counters: Path = _COUNTERS) -> int:
-    """How many processes the kernel has killed for lack of memory so far, as far as this process may know.
+def memory_counter(pid: int, root: Path = Path("/")) -> Path | None:
+    """The file in which the kernel counts its kills for lack of memory in the cgroup of this process; None: unknown."""
+    with suppress(OSError):
+        for line in (root / f"proc/{pid}/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            base = root / "sys/fs/cgroup" / ("memory" if controllers else "")  # of v1, of v2
+            folder = base / path.lstrip("/")
+            if not folder.is_dir():  # in a container the path may be the host's, and its own cgroup is the mounted one
+                folder = base
+            counter = folder / ("memory.oom_control" if controllers else "memory.events")
+            if counter.exists():
+                return counter
+    return None
 
-    It only grows, and says how often, not whom.
-    """
+
+def memory_kills(counter: Path | None) -> int:
+    """What this file counts: how many processes were killed, not which."""
     try:
-        found = re.search(r"^oom_kill (\d+)$", counters.read_text(), re.MULTILINE)
+        found = counter and re.search(r"^oom_kill (\d+)$", counter.read_text(), re.MULTILINE)
     except OSError:
         return 0
     return int(found[1]) if found else 0
