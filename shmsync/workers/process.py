@@ -5,6 +5,7 @@ What runs in the process itself is in worker_process.py.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import pickle
 import re
@@ -24,8 +25,9 @@ from ..memory.segment import Handle
 from ..memory.segment_file import show_failure
 from .worker_process import ATTACHED, FAILED, RETURNED, run
 
-TERMINATED = 2.0  # seconds from SIGTERM to SIGKILL
 EXIT_CODE = 1.0  # seconds; a fork server reports an exit code a moment after the death
+
+_log = logging.getLogger("shmsync")
 
 
 class Process:
@@ -37,13 +39,14 @@ class Process:
     Args:
         context: the multiprocessing context.
         who: its name, as "worker 3".
-        body: called in the process as `body(control, *args)`; `control` is the worker's end of the pipe.
+        body: called in the process as `body(closing, control, *args)`: an ExitStack, and the worker's end of the pipe.
         args: they may have queues, locks and connections of this context.
         seed, threads: for its random generators, and torch.set_num_threads().
 
     Attributes:
+        attached: it has its weights.
         failure: the first exception that it has reported.
-        received: its messages that are not about its own end, oldest first.
+        received: its messages of other kinds, oldest first.
         over: it is dead, and its messages were all read.
         reported: its failure or death was raised, or it was ended on purpose.
 
@@ -62,7 +65,7 @@ class Process:
         self._arenas: list[Handle] = []
         self.failure: Failure | None = None
         self.received: list[tuple[str, Any]] = []
-        self.over = self.reported = self._returned = False
+        self.attached = self.over = self.reported = self._returned = False
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
             target=run,
@@ -97,6 +100,11 @@ class Process:
         return self.failure is not None or (self.over and not self._returned)
 
     @property
+    def unsaid(self) -> bool:
+        """Is it lost, and has no call raised that yet?"""
+        return self.lost and not self.reported
+
+    @property
     def how(self) -> str:
         """Its pid and how it ended, for an error."""
         if self.over:
@@ -109,13 +117,11 @@ class Process:
 
     def send(self, word: str, content: Any = None) -> None:
         """Send it a message. Does nothing for a dead process."""
-        try:
+        with suppress(OSError):  # it is gone, which read() finds; or its pipe is closed here
             self.connection.send((word, content))
-        except OSError:  # it is gone, which read() finds; or its pipe is closed here
-            pass
 
     def read(self) -> None:
-        """Take what it has sent. `shmsync list` shows a death, as it shows the exception that a worker reports."""
+        """Take what it has sent. A death is logged, and `shmsync list` shows it; a worker says its exception itself."""
         if self.over:
             return
         gone = self.dead  # before the last look: what it sent, it sent before it died
@@ -123,7 +129,7 @@ class Process:
             while self.connection.poll():
                 word, content = self.connection.recv()
                 if word == ATTACHED:
-                    self._arenas = content
+                    self.attached, self._arenas = True, content
                 elif word == FAILED:
                     self.failure = self.failure or content
                 elif word == RETURNED:
@@ -133,64 +139,66 @@ class Process:
         except (EOFError, OSError):
             gone = True
         self.over = gone
-        if self.lost and self.failure is None and not self.reported:
+        if self.unsaid and self.failure is None:
+            _log.warning("%s died (%s)", self._who, self.how)
             for name, session in self._arenas:
                 show_failure(name, session, self._who, f"died: {self.how}")
 
-    def watch(self, poller: select.poll) -> None:
-        """Let this poll find its messages and its end, unless they are known."""
-        if not self.over:
-            poller.register(self.connection, select.POLLIN)
-            if self.peer.fd is not None:
-                poller.register(self.peer.fd, select.POLLIN)
-
     def close(self) -> None:
-        """Kill it if it runs, and close its pipe. Idempotent."""
-        if not self.dead:
-            self.reported |= self.failure is None  # on purpose
-            self.process.kill()
+        """Kill it if it runs, which is no loss, and close its pipe. Idempotent."""
+        self.read()
+        self.kill()
         self.process.join()  # of one that has ended too: else multiprocessing keeps its descriptor until the next start
         self.read()
         self.over = True
         self.connection.close()
         self.peer.close()
 
+    def kill(self) -> None:
+        """Let it end on purpose, if it runs."""
+        if not self.dead:
+            self.reported |= self.failure is None
+            self.process.kill()
+
+
+def watched(members: Mapping[int, Process]) -> select.poll:
+    """What finds messages of these processes, and their ends, unless they are known."""
+    poller = select.poll()
+    for member in members.values():
+        if not member.over:
+            poller.register(member.connection, select.POLLIN)
+            if member.peer.fd is not None:
+                poller.register(member.peer.fd, select.POLLIN)
+    return poller
+
 
 def wait_for_any(members: Mapping[int, Process], deadline: float) -> None:
     """Until one of these has sent something, or has ended; for 25 ms at most, and not beyond the deadline."""
-    poller = select.poll()
-    for member in members.values():
-        member.watch(poller)
-    poll(poller, max(0.0, min(deadline - time.monotonic(), SLICE)) * 1e3)
+    poll(watched(members), max(0.0, min(deadline - time.monotonic(), SLICE)) * 1e3)
     stay_if_exiting()
 
 
-def leave(members: Mapping[int, Process], word: str, deadline: float) -> list[int]:
-    """Send each process its last message and wait for its end; those that are late. They are read from meanwhile."""
-    for member in members.values():
-        member.send(word)
-    while living := {index: member for index, member in members.items() if not member.dead}:
-        if time.monotonic() >= deadline:
-            break
-        wait_for_any(living, deadline)
-        for member in living.values():
-            member.read()  # a long report would keep its worker in its send
-    return sorted(living)
+def end(members: Mapping[int, Process], word: str = "", deadline: float = 0.0) -> list[int]:
+    """Send each process its last message, wait for its end, and kill those that are late; at once on Ctrl-C.
 
-
-def end(members: Mapping[int, Process], grace: float) -> None:
-    """End processes that run: SIGTERM for all, and SIGKILL after `grace` seconds, or at once on Ctrl-C."""
-    deadline = time.monotonic() + grace
+    Returns the late. `word`: "" for no message. `deadline`: in monotonic time.
+    """
+    living: dict[int, Process] = {}
     try:
-        for member in members.values():
-            if not member.dead:
-                member.reported |= member.failure is None  # on purpose
-                member.process.terminate()
-        while any(not member.dead for member in members.values()) and time.monotonic() < deadline:
-            wait_for_any(members, deadline)
+        for member in members.values() if word else ():
+            member.send(word)
+        while living := {index: member for index, member in members.items() if not member.dead}:
+            if time.monotonic() >= deadline:
+                break
+            wait_for_any(living, deadline)
+            for member in living.values():
+                member.read()  # a long report would keep its worker in its send
     finally:
         for member in members.values():
+            member.kill()
+        for member in members.values():
             member.close()
+    return sorted(living)
 
 
 class _Packed:
