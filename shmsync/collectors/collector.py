@@ -240,7 +240,7 @@ class MultiprocessCollector:
     def shutdown(self) -> None:
         """End the workers and give their memory back; batches that were handed out stay readable. Idempotent.
 
-        What an environment's close() raises is logged. A Ctrl-C meanwhile ends the workers at once.
+        What an environment's close() raises is on stderr. A Ctrl-C meanwhile ends the workers at once.
         """
         self._closed = True
         if self._pid == os.getpid():  # else this is a forked child; the workers are the trainer's
@@ -313,7 +313,6 @@ class MultiprocessCollector:
     def _restart(self, index: int) -> None:
         """Start a worker again; it joins at the newest version, and does again what it had not delivered."""
         self._restarts += 1
-        self._members[index].log_loss()
         _log.warning("collector worker %d was lost, and is started again", index)
         # Another stretch of the same seed would repeat the frames that the dead one has delivered already.
         spec = replace(self._specs[index], seed=self._specs[index].seed + 7919 * self._restarts)

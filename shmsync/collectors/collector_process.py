@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import select
 from collections import deque
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ import torch
 
 from ..memory.process import dead_parent, poll
 from ..schemes import WeightSyncScheme
-from ..workers.worker_process import reported, show
+from ..workers.worker_process import attached
 from .acting import bring
 from .buffers import Buffers
 from .rollout import Rollout
@@ -39,15 +38,13 @@ class WorkerSpec:
     device: str | None = None  # where the policy computes; None: where it is
 
 
-def run(control: Connection, weights: Connection, spec: WorkerSpec) -> None:
+def run(closing: ExitStack, control: Connection, weights: Connection, spec: WorkerSpec) -> None:
     """The body of a worker: serve until the trainer says STOP or is gone; then close the environments."""
     # This process is fresh from the fork server, so it may fork as that does. Another server would import everything
     # again for each environment that is a process, as those of AsyncVectorEnv are.
     if multiprocessing.get_start_method() == "forkserver":
         multiprocessing.set_start_method("fork", force=True)
-    os.register_at_fork(after_in_child=weights.close)  # or the trainer would not see its end while a child lives
-    with ExitStack() as closing, reported(control):  # before the environments are closed, which may take long
-        _Worker(spec, weights, control, closing).serve()
+    _Worker(spec, weights, control, closing).serve()
 
 
 class _Worker:
@@ -62,7 +59,6 @@ class _Worker:
             envs.append(make())
             closing.callback(envs[-1].close)
         spec.scheme.init_on_worker("policy", pipe=weights, model=policy, worker_idx=spec.index)
-        show("")
         self._receiver = receiver = spec.scheme.get_receiver()
         self._seed = spec.seed
         self._control = control
@@ -84,6 +80,7 @@ class _Worker:
                 self._rollout.reset(self._seed)
                 self._control.send((LAYOUT, (self._rollout.layout(), self._rollout.count)))
             elif word == START:
+                attached(self._control)  # it has had its first weights
                 memory, rows, seed = content
                 self._rollout.use(Buffers(memory), slice(*rows))
                 torch.manual_seed(seed)

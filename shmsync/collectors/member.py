@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from typing import Any
 
 from ..errors import DataMismatch, WorkerDied
 from ..schemes import WeightSyncScheme
-from ..workers.process import Process, end, leave
+from ..workers.process import Process, end
 from . import buffers
 from .collector_process import COLLECT, STOP, WorkerSpec, run
 
 _STOPPING = 5.0  # seconds, for environments to close
-
-_log = logging.getLogger("shmsync")
 
 
 class Member(Process):
@@ -41,18 +38,11 @@ class Member(Process):
                 "restart_workers=True restarts such a worker",
                 missing=[self.index],
             )
-        self.reported = True
         error = self.failure.exception()
         if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
             # StopIteration would end the trainer's loop as if all frames were there, as in PEP 479.
             error = RuntimeError(self.failure.summary)
         raise error from RuntimeError(f"collector worker {self.index} failed:\n{self.failure.trace}")
-
-    def log_loss(self) -> None:
-        """Log its failure, unless a call has raised it."""
-        if self.failure is not None and not self.reported:
-            self.reported = True
-            _log.warning("collector worker %d failed:\n%s", self.index, self.failure.trace)
 
     def order(self, buffer: int) -> None:
         """Let it fill this buffer."""
@@ -84,11 +74,8 @@ def agreed(layouts: list[Any]) -> tuple[buffers.Leaves, int]:
 def end_all(members: dict[int, Member], opened: list[int], scheme: WeightSyncScheme) -> None:
     """End the workers, then what they used. Idempotent. A Ctrl-C meanwhile ends the workers at once."""
     try:
-        leave(members, STOP, time.monotonic() + _STOPPING)
+        end(members, STOP, time.monotonic() + _STOPPING)
     finally:
-        end(members, 0.0)
-        for member in members.values():
-            member.log_loss()
         members.clear()
         while opened:
             os.close(opened.pop())

@@ -61,6 +61,11 @@ def arena_around(tensor: torch.Tensor, address: int) -> Arena | None:
     return None
 
 
+def sessions_read() -> list[bytes]:
+    """The sessions of the arenas that this process reads."""
+    return [arena.session for arena in _all_mapped() if arena.reader is not None]
+
+
 def show_failure(who: str, what: str, session: bytes | None = None) -> None:
     """Let `shmsync list` and others show "`who` `what`" beside the arena of this session; None: beside all it reads.
 

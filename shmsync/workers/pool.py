@@ -22,8 +22,7 @@ from ..engine.outcome import RemoteTraceback, listed
 from ..engine.publisher import Publisher, writer_of
 from ..engine.write.acks import WorkerWatch
 from ..errors import AckTimeout, ProtocolError, WorkerDied, WorkerFailed
-from ..memory.arena import show_failure
-from .process import EXIT_CODE, TERMINATED, Process, end, leave
+from .process import EXIT_CODE, Process, end, wait_for_any, watched
 from .worker_process import attach_and_work
 
 StartMethod = Literal["forkserver", "spawn", "fork"]
@@ -116,10 +115,9 @@ class Workers:
         self._poll = select.poll()  # for what the members do next
         self._next_look = 0.0  # monotonic time
         self._started = 0  # processes so far, so that a restarted worker draws new random numbers
-        self._ending = False
         self._writer.not_started[self] = self._count
         # At the exit of the trainer, before the publisher's end. A stopped worker would keep it in multiprocessing's.
-        util.Finalize(self, end, (self._members, TERMINATED), exitpriority=30)
+        util.Finalize(self, end, (self._members,), exitpriority=30)
 
     @property
     def procs(self) -> list[Any]:
@@ -174,20 +172,16 @@ class Workers:
     def restart(self, rank: int) -> None:
         """End this worker if it runs, start another one in its place, and wait until that is attached.
 
-        It begins `work` from its start. A failure of the old one that no call has raised is logged. Raises ValueError
-        for a `rank` that there is not, else as entering does.
+        It begins `work` from its start. No later call raises how the old one was lost. Raises ValueError for a `rank`
+        that there is not, else as entering does.
         """
         self._writer.check()
         member = self._members.get(rank)
         if member is None:
             known = f"the workers are {sorted(self._members)}" if self._members else "none was started"
             raise ValueError(f"there is no worker {rank!r}, {known}")
-        member.read()
-        unsaid = member.lost and not member.reported
         member.reported = True  # before it is ended here: a wait of another thread would take that for a death
-        self._end([rank], TERMINATED)
-        if unsaid:
-            _log.warning("%s", self._loss(rank, member))
+        self._end({rank: member})
         self._start([rank])
 
     def start(self) -> Workers:
@@ -203,13 +197,12 @@ class Workers:
                 f"the publisher of arena {self._pub.name!r} has Workers already; leave those first, or "
                 "give them a larger n"
             )
-        self._ending = False
         try:
             self._writer.not_started.clear()  # those of another Workers object too, whose place these take
             self._writer.worker_watch = WorkerWatch(self._look, self._explains, self._before_write)
             self._start(range(self._count))
         except BaseException:
-            self._end_all(0.0)
+            self._end_all()
             self._writer.not_started[self] = self._count
             raise
         return self
@@ -217,7 +210,7 @@ class Workers:
     def close(self) -> None:
         """End the workers, as leaving the `with` does. Does nothing if none was started.
 
-        Raises as leaving does; where another exception is on its way, as in a `finally`, it logs that instead.
+        Raises as leaving does, unless another exception is on its way, as in a `finally`.
         """
         self._writer.not_started.pop(self, None)
         self.__exit__(*sys.exc_info())
@@ -230,40 +223,34 @@ class Workers:
     ) -> None:
         if self._pid != os.getpid() or not self._members:  # a fork's workers are the trainer's; or none was started
             return
-        grace, members = 0.0, dict(self._members)
-        try:
-            patience = self._writer.timeout if self._timeout is None else self._timeout
-            late = leave(members, "leave", time.monotonic() + patience)
-            grace = TERMINATED
-        finally:
-            self._end_all(grace)  # at once after a Ctrl-C
+        members = dict(self._members)
+        patience = self._writer.timeout if self._timeout is None else self._timeout
+        late = self._end_all("leave", time.monotonic() + patience)
         if late:
             _log.warning(
                 "%s had not returned in time after the trainer left: terminated. A custom loop must end when "
                 "sub.publisher_alive is False, and must not wait for a queue that is no longer read",
                 listed(late),
             )
-        lost = [each for each in members.items() if each[0] not in late and each[1].lost and not each[1].reported]
-        for rank, member in lost if error is not None else lost[1:]:
-            _log.warning("%s", self._loss(rank, member))
+        lost = [each for each in members.items() if each[1].unsaid]
         if error is None and lost:
             raise self._loss(*lost[0])
 
     def _look(self, version: int = 0) -> None:
         """Restart the dead as often as that is allowed; raise what a worker failed with, or how it died."""
-        if self._ending or not self._poll.poll(0):  # their deaths are on purpose; or nothing has happened
+        if self._writer.worker_watch is None or not self._poll.poll(0):  # they end on purpose; or nothing has happened
             return
         self._next_look = 0.0  # there may be more to raise
         for rank, member in list(self._members.items()):
             member.read()
-            if member.reported or not member.lost:
+            if not member.unsaid:
                 continue
             if member.failure is None and self._restarts[rank] > 0:
                 self._restarts[rank] -= 1
                 self.restart(rank)
             else:
                 raise self._loss(rank, member, version)
-        self._watch()
+        self._poll = watched(self._members)
 
     def _before_write(self) -> None:
         """As _look(), for each publish() and update(); at most once in some milliseconds."""
@@ -271,11 +258,6 @@ class Workers:
         if now >= self._next_look:
             self._next_look = now + _BETWEEN_LOOKS
             self._look()
-
-    def _watch(self) -> None:
-        self._poll = select.poll()
-        for member in list(self._members.values()):
-            member.watch(self._poll)
 
     def _explains(self, error: WorkerDied) -> bool:
         """As _look(), when the reader table shows deaths. Do all of these workers run again?"""
@@ -285,7 +267,7 @@ class Workers:
             if rank in error.missing:
                 member.process.join(EXIT_CODE)  # the table shows the end of its last thread a moment sooner
         self._look(error.version or 0)
-        return self._ending or set(error.missing) <= set(self.alive)
+        return self._writer.worker_watch is None or set(error.missing) <= set(self.alive)
 
     def _start(self, ranks: Iterable[int]) -> None:
         """Start these workers and wait until they are attached."""
@@ -299,41 +281,38 @@ class Workers:
             )
             self._started += 1
         deadline = time.monotonic() + (_START if self._timeout is None else self._timeout)
-        while ranks:
-            procs = {rank: self._members[rank].process for rank in ranks}
-            try:
-                self._pub.wait_readers(ranks, timeout=max(0.0, deadline - time.monotonic()), procs=procs)
-                break
-            except WorkerDied as error:
-                gone = [rank for rank in ranks if rank in error.missing]
-            for rank in gone:
-                self._members[rank].read()
-                if self._members[rank].lost:
-                    raise self._loss(rank, self._members[rank], before=" before it was attached")
-            ranks = [rank for rank in ranks if rank not in gone]  # the function of the others has returned already
-        self._watch()
+        while late := {rank: self._members[rank] for rank in ranks if not self._members[rank].attached}:
+            if time.monotonic() >= deadline:
+                procs = {rank: member.process for rank, member in late.items()}
+                self._pub.wait_readers(late, timeout=0.0, procs=procs)  # raises, unless they are attached now
+            wait_for_any(late, deadline)
+            for rank, member in late.items():
+                member.read()
+                if member.lost:
+                    raise self._loss(rank, member, before="" if member.attached else " before it was attached")
+        self._poll = watched(self._members)
 
-    def _end_all(self, grace: float) -> None:
-        self._ending = True
+    def _end_all(self, word: str = "", deadline: float = 0.0) -> list[int]:
+        self._writer.worker_watch = None  # first: from now on their ends are on purpose
         try:
-            self._end(list(self._members), grace)
+            return self._end(self._members, word, deadline)
         finally:
             self._members.clear()
-            self._writer.worker_watch = None
 
-    def _end(self, ranks: list[int], grace: float) -> None:
-        """End these workers. Their ends are no deaths to later waits."""
-        members = {rank: self._members[rank] for rank in ranks}
-        end(members, grace)
-        for member in members.values():
-            self._free_rows(member)
+    def _end(self, members: dict[int, Process], word: str = "", deadline: float = 0.0) -> list[int]:
+        """End these workers. Their ends are no deaths to later waits. Returns the late ones."""
+        try:
+            return end(members, word, deadline)
+        finally:
+            for member in members.values():
+                self._free_rows(member)
 
     def _free_rows(self, member: Process) -> None:
         if not self._writer.closed and member.process.pid is not None:
             self._writer.free_rows_of(member.process.pid)
 
     def _loss(self, rank: int, member: Process, version: int = 0, before: str = "") -> WorkerFailed | WorkerDied:
-        """The error that says how this worker was lost, to be raised or logged; once, by its `reported`."""
+        """The error that says how this worker was lost, to be raised once, by its `reported`."""
         member.reported = True
         how = member.how
         kind: type[WorkerFailed | WorkerDied] = WorkerDied
@@ -345,7 +324,6 @@ class Workers:
             )
         else:
             self._free_rows(member)  # or the next wait would find them, and raise its death again
-            show_failure(f"worker {rank}", f"died: {how}", self._pub.handle.session)
             if before:
                 before += "; its own output may have the reason"
                 if member.process.exitcode == 1:  # it could not import the main file

@@ -5,13 +5,14 @@ What runs in the process itself is in worker_process.py.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import pickle
 import re
 import select
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from typing import Any
 from ..engine.deadlines import SLICE
 from ..engine.outcome import Failure
 from ..errors import ProtocolError
+from ..memory.arena import show_failure
 from ..memory.process import Peer, me, poll, stay_if_exiting
-from .worker_process import FAILED, RETURNED, run
+from .worker_process import ATTACHED, FAILED, RETURNED, run
 
-TERMINATED = 2.0  # seconds from SIGTERM to SIGKILL
 EXIT_CODE = 1.0  # seconds; a fork server reports an exit code a moment after the death
-_COUNTERS = Path("/proc/vmstat")  # of the machine; kills at the limit of a cgroup count there too
+
+_log = logging.getLogger("shmsync")
 
 
 class Process:
@@ -36,13 +38,14 @@ class Process:
     Args:
         context: the multiprocessing context.
         who: its name, as "worker 3".
-        body: called in the process as `body(control, *args)`; `control` is the worker's end of the pipe.
+        body: called in the process as `body(closing, control, *args)`: an ExitStack, and the worker's end of the pipe.
         args: they may have queues, locks and connections of this context.
         seed, threads: for its random generators, and torch.set_num_threads().
 
     Attributes:
+        attached: it has its weights.
         failure: the first exception that it has reported.
-        received: its messages that are not about its own end, oldest first.
+        received: its messages of other kinds, oldest first.
         over: it is dead, and its messages were all read.
         reported: its failure or death was raised, or it was ended on purpose.
 
@@ -57,10 +60,11 @@ class Process:
                 "this process is a daemon (of a multiprocessing.Pool or a DataLoader), which may not start processes; "
                 "start the workers in the main process, or pass pub.handle to processes that you start yourself"
             )
+        self._who = who
+        self._arenas: list[bytes] = []  # the sessions of those that it reads
         self.failure: Failure | None = None
         self.received: list[tuple[str, Any]] = []
-        self.over = self.reported = self._returned = False
-        self._memory_kills = memory_kills()
+        self.attached = self.over = self.reported = self._returned = False
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
             target=run,
@@ -81,6 +85,8 @@ class Process:
         finally:
             theirs.close()
         self.peer = Peer(process=self.process)
+        self._counter = memory_counter(self.peer.pid)
+        self._memory_kills = memory_kills(self._counter)
 
     @property
     def dead(self) -> bool:
@@ -93,31 +99,37 @@ class Process:
         return self.failure is not None or (self.over and not self._returned)
 
     @property
+    def unsaid(self) -> bool:
+        """Is it lost, and has no call raised that yet?"""
+        return self.lost and not self.reported
+
+    @property
     def how(self) -> str:
         """Its pid and how it ended, for an error."""
         if self.over:
             self.process.join(EXIT_CODE)
         words = str(self.peer)
-        if self.process.exitcode == -9 and memory_kills() > self._memory_kills:
-            words += ", possibly out of memory: the kernel has killed a process for that since this one was started"
+        kills = memory_kills(self._counter) - self._memory_kills
+        if self.process.exitcode == -9 and kills > 0:
+            words += f"; processes of its cgroup killed for lack of memory since its start: {kills}"
         return words
 
     def send(self, word: str, content: Any = None) -> None:
         """Send it a message. Does nothing for a dead process."""
-        try:
+        with suppress(OSError):  # it is gone, which read() finds; or its pipe is closed here
             self.connection.send((word, content))
-        except OSError:  # it is gone, which read() finds; or its pipe is closed here
-            pass
 
     def read(self) -> None:
-        """Take what it has sent."""
+        """Take what it has sent. A death is logged, and `shmsync list` shows it; a worker says its exception itself."""
         if self.over:
             return
         gone = self.dead  # before the last look: what it sent, it sent before it died
         try:
             while self.connection.poll():
                 word, content = self.connection.recv()
-                if word == FAILED:
+                if word == ATTACHED:
+                    self.attached, self._arenas = True, content
+                elif word == FAILED:
                     self.failure = self.failure or content
                 elif word == RETURNED:
                     self._returned = True
@@ -126,59 +138,66 @@ class Process:
         except (EOFError, OSError):
             gone = True
         self.over = gone
-
-    def watch(self, poller: select.poll) -> None:
-        """Let this poll find its messages and its end, unless they are known."""
-        if not self.over:
-            poller.register(self.connection, select.POLLIN)
-            if self.peer.fd is not None:
-                poller.register(self.peer.fd, select.POLLIN)
+        if self.unsaid and self.failure is None:
+            _log.warning("%s died (%s)", self._who, self.how)
+            for session in self._arenas:
+                show_failure(self._who, f"died: {self.how}", session)
 
     def close(self) -> None:
-        """Kill it if it runs, and close its pipe. Idempotent."""
-        if self.process.exitcode is None:
-            self.process.kill()
+        """Kill it if it runs, which is no loss, and close its pipe. Idempotent."""
+        self.read()
+        self.kill()
         self.process.join()  # of one that has ended too: else multiprocessing keeps its descriptor until the next start
         self.read()
         self.over = True
         self.connection.close()
         self.peer.close()
 
+    def kill(self) -> None:
+        """Let it end on purpose, if it runs."""
+        if not self.dead:
+            self.reported |= self.failure is None
+            self.process.kill()
+
+
+def watched(members: Mapping[int, Process]) -> select.poll:
+    """What finds messages of these processes, and their ends, unless they are known."""
+    poller = select.poll()
+    for member in members.values():
+        if not member.over:
+            poller.register(member.connection, select.POLLIN)
+            if member.peer.fd is not None:
+                poller.register(member.peer.fd, select.POLLIN)
+    return poller
+
 
 def wait_for_any(members: Mapping[int, Process], deadline: float) -> None:
     """Until one of these has sent something, or has ended; for 25 ms at most, and not beyond the deadline."""
-    poller = select.poll()
-    for member in members.values():
-        member.watch(poller)
-    poll(poller, max(0.0, min(deadline - time.monotonic(), SLICE)) * 1e3)
+    poll(watched(members), max(0.0, min(deadline - time.monotonic(), SLICE)) * 1e3)
     stay_if_exiting()
 
 
-def leave(members: Mapping[int, Process], word: str, deadline: float) -> list[int]:
-    """Send each process its last message and wait for its end; those that are late. They are read from meanwhile."""
-    for member in members.values():
-        member.send(word)
-    while living := {index: member for index, member in members.items() if not member.dead}:
-        if time.monotonic() >= deadline:
-            break
-        wait_for_any(living, deadline)
-        for member in living.values():
-            member.read()  # a long report would keep its worker in its send
-    return sorted(living)
+def end(members: Mapping[int, Process], word: str = "", deadline: float = 0.0) -> list[int]:
+    """Send each process its last message, wait for its end, and kill those that are late; at once on Ctrl-C.
 
-
-def end(members: Mapping[int, Process], grace: float) -> None:
-    """End processes that run: SIGTERM for all, and SIGKILL after `grace` seconds, or at once on Ctrl-C."""
-    deadline = time.monotonic() + grace
+    Returns the late. `word`: "" for no message. `deadline`: in monotonic time.
+    """
+    living: dict[int, Process] = {}
     try:
-        for member in members.values():
-            if not member.dead:
-                member.process.terminate()
-        while any(not member.dead for member in members.values()) and time.monotonic() < deadline:
-            wait_for_any(members, deadline)
+        for member in members.values() if word else ():
+            member.send(word)
+        while living := {index: member for index, member in members.items() if not member.dead}:
+            if time.monotonic() >= deadline:
+                break
+            wait_for_any(living, deadline)
+            for member in living.values():
+                member.read()  # a long report would keep its worker in its send
     finally:
         for member in members.values():
+            member.kill()
+        for member in members.values():
             member.close()
+    return sorted(living)
 
 
 class _Packed:
@@ -211,13 +230,27 @@ def _named() -> Iterator[None]:
         ) from error
 
 
-def memory_kills(counters: Path = _COUNTERS) -> int:
-    """How many processes the kernel has killed for lack of memory so far, as far as this process may know.
+def memory_counter(pid: int, root: Path = Path("/")) -> Path | None:
+    """The file in which the kernel counts its kills for lack of memory in the cgroup of this process; None: unknown."""
+    with suppress(OSError):
+        for line in (root / f"proc/{pid}/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            base = root / "sys/fs/cgroup" / ("memory" if controllers else "")  # of v1, of v2
+            folder = base / path.lstrip("/")
+            if not folder.is_dir():  # in a container the path may be the host's, and its own cgroup is the mounted one
+                folder = base
+            counter = folder / ("memory.oom_control" if controllers else "memory.events")
+            if counter.exists():
+                return counter
+    return None
 
-    It only grows, and says how often, not whom.
-    """
+
+def memory_kills(counter: Path | None) -> int:
+    """What this file counts: how many processes were killed, not which."""
     try:
-        found = re.search(r"^oom_kill (\d+)$", counters.read_text(), re.MULTILINE)
+        found = counter and re.search(r"^oom_kill (\d+)$", counter.read_text(), re.MULTILINE)
     except OSError:
         return 0
     return int(found[1]) if found else 0

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,10 +24,11 @@ import torch
 from ..engine.outcome import Failure
 from ..engine.subscriber import Subscriber, reader_of
 from ..errors import ClosedError
-from ..memory.arena import show_failure
+from ..memory.arena import sessions_read, show_failure
 from ..memory.process import Peer, dead_parent
 from ..memory.segment import Handle
 
+ATTACHED = "attached"  # it uses these arenas
 FAILED, RETURNED = "failed", "returned"  # the last word of a worker
 
 _BETWEEN_LOOKS = 1.0  # seconds
@@ -35,35 +36,38 @@ _GRACE = 5.0  # seconds from the trainer's death to the worker's: one that notic
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
-class Reported(SystemExit):
+class _Reported(SystemExit):
     """The trainer has been told what failed; this process ends with exit code 1."""
 
 
 def run(trainer: int, threads: int, seed: int, body: Callable[..., object], packed: Any, control: Connection) -> None:
-    """Call `body(control, *args)` in this process, and report what it raises. `trainer`: its owner word."""
+    """Call `body(closing, control, *args)` in this process, and report what it raises. `trainer`: its owner word.
+
+    What `closing` has is closed after the report: that may take long, and the trainer knows why a worker is leaving.
+    """
     # Ctrl-C in a terminal reaches every process of the group. The trainer decides what follows from it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     multiprocessing.current_process().daemon = False  # a daemon may have no children, as a DataLoader's
     threading.Thread(target=_end_after, args=(trainer,), name="shmsync-watcher", daemon=True).start()
-    _end_children_too(control)
+    _end_children_too()
     torch.set_num_threads(threads)
     # Each worker has random numbers of its own: those from one fork server would all draw the same.
     torch.manual_seed(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
-    with reported(control):
-        body(control, *packed.load())
+    with _reported(control), ExitStack() as closing, _reported(control):
+        body(closing, control, *packed.load())
     with suppress(OSError):  # the trainer is gone
         control.send((RETURNED, None))
 
 
 @contextmanager
-def reported(control: Connection) -> Iterator[None]:
+def _reported(control: Connection) -> Iterator[None]:
     """Print what is raised inside to stderr and send it to the trainer, unless that has died; then end the process."""
     try:
         yield
-    except Reported:
+    except _Reported:
         raise
     except BaseException as error:
         if dead_parent() is None:
@@ -71,14 +75,20 @@ def reported(control: Connection) -> Iterator[None]:
             with suppress(OSError, ValueError):  # stderr is closed
                 print(f"{multiprocessing.current_process().name} (pid {os.getpid()}) failed:", file=sys.stderr)
                 print(failure.trace, end="", file=sys.stderr, flush=True)
-            show(f"failed: {type(error).__name__}")
+            _show(f"failed: {type(error).__name__}")
             with suppress(OSError):  # the trainer is gone
                 control.send((FAILED, failure))
-        raise Reported(1) from None
+        raise _Reported(1) from None
 
 
-def show(failure: str) -> None:
-    """Let `shmsync list` show how this worker failed, beside the arenas that it reads; "" for one that starts."""
+def attached(control: Connection) -> None:
+    """This worker has its weights: tell the trainer where, and take back how one in its place has failed."""
+    _show("")
+    control.send((ATTACHED, sessions_read()))
+
+
+def _show(failure: str) -> None:
+    """Let `shmsync list` show how this worker failed, beside the arenas that it reads."""
     who = multiprocessing.current_process().name.removeprefix("shmsync-").replace("-", " ")
     show_failure(who, failure)
 
@@ -95,7 +105,7 @@ def _end_after(trainer: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _end_children_too(control: Connection) -> None:
+def _end_children_too() -> None:
     """Let the kernel end forked children when this process dies: a busy one would not notice.
 
     The kernel does so when the thread ends that has forked the child, so only for those of the main thread.
@@ -108,29 +118,30 @@ def _end_children_too(control: Connection) -> None:
         in_main = threading.get_native_id() == os.getpid()
 
     def after() -> None:
-        control.close()  # or the trainer would not see its end while a child of a dead worker lives
         if in_main:
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     os.register_at_fork(before=before, after_in_child=after)
 
 
-def attach_and_work(control: Connection, handle: Handle, rank: int, work: Callable[..., object], *args: Any) -> None:
+def attach_and_work(
+    closing: ExitStack, control: Connection, handle: Handle, rank: int, work: Callable[..., object], *args: Any
+) -> None:
     """The body of a worker of Workers: the user's function, with a Subscriber."""
-    sub = WorkerSubscriber(handle, rank, control)
-    show("")
-    with sub, reported(control):  # before the Subscriber leaves: the trainer then knows why
-        try:
-            work(sub, *args)
-        except ClosedError:
-            if not sub.left:
-                raise
-        except SystemExit as error:
-            if error.code not in (None, 0):
-                raise
+    sub = _WorkerSubscriber(handle, rank, control)
+    closing.callback(sub.close)
+    attached(control)
+    try:
+        work(sub, *args)
+    except ClosedError:
+        if not sub.left:
+            raise
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
 
 
-class WorkerSubscriber(Subscriber):
+class _WorkerSubscriber(Subscriber):
     """A Subscriber whose waits and versions() also end when the trainer leaves Workers."""
 
     def __init__(self, handle: Handle, worker: int, orders: Connection) -> None:

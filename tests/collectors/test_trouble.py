@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import shmsync
+from shmsync import cli
 from shmsync.schemes import SharedMemWeightSyncScheme
 from support.environments import basic as environments
 from support.environments.basic import SCHEMES, Constant, Counting, Failing, Policy, flat
@@ -50,6 +51,17 @@ def test_a_killed_worker_is_restarted_and_joins_at_the_newest_version(collector,
     assert int(batch["policy_version"].max()) == 5
     policy.set_tag(6)
     assert batches.update_policy_weights_() == 6
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_other_processes_see_that_a_worker_died_until_it_is_started_again(collector, capsys, restart):
+    batches = collector(policy=Policy(), restart_workers=restart)
+    next(batches)
+    os.kill(batches._members[1].process.pid, signal.SIGKILL)
+    with contextlib.nullcontext() if restart else pytest.raises(shmsync.WorkerDied):
+        next(batches)
+    assert cli.main(["list", "--interval", "0"]) == 0
+    assert (f": collector 1 died: pid {batches._members[1].process.pid}" in capsys.readouterr().out) == (not restart)
 
 
 def test_a_send_to_a_killed_worker_restarts_it(collector):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import queue
@@ -138,16 +137,15 @@ def test_an_exception_that_no_call_has_raised_is_raised_on_leaving(pub, kind):
         until(lambda: not pub.readers())
 
 
-def test_the_callers_own_error_comes_first(pub, caplog):
+def test_the_callers_own_error_comes_first(pub, capfd):
     with (
-        caplog.at_level(logging.WARNING, "shmsync"),
         pytest.raises(KeyError),
-        shmsync.Workers(pub, jobs.fail_at, 1, args=(2,)) as workers,
+        shmsync.Workers(pub, jobs.fail_at, 1, args=(2,), start_method="fork") as workers,
     ):
         pub.publish(stamped(2))
         until(lambda: workers.alive == [])
         raise KeyError
-    assert "the environment broke" in caplog.text
+    assert "the environment broke" in capfd.readouterr().err
 
 
 def test_a_worker_that_fails_at_once_ends_the_entry_or_the_first_wait(pub):

@@ -1,23 +1,44 @@
-"""A kill for lack of memory, which the kernel counts, is named."""
+"""A kill for lack of memory, which the kernel counts for each cgroup, is named."""
 
 from __future__ import annotations
 
 import pytest
 
 import shmsync
+from shmsync.workers.process import memory_counter, memory_kills
 from support.jobs import workers as jobs
 from support.processes import kill
 from support.weights import stamped
 
+KILLS = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
 
-def test_a_kill_for_memory_is_named(monkeypatch):
+
+@pytest.mark.parametrize(
+    ("cgroup", "counter"),
+    [
+        ("0::/user.slice/job\n", "user.slice/job/memory.events"),
+        ("5:devices:/\n4:hugetlb,memory:/job\n0::/\n", "memory/job/memory.oom_control"),
+        ("0::/docker/of-the-host\n", "memory.events"),  # only the container's own cgroup is mounted there
+    ],
+)
+def test_a_kill_for_memory_in_its_cgroup_is_named(tmp_path, cgroup, counter):
     # What the kernel does at the end of memory is a SIGKILL, and one more in its counter.
     with shmsync.Publisher(stamped(1), slots=2, timeout=120.0) as pub, shmsync.Workers(pub, jobs.apply, 2) as workers:
+        (tmp_path / "proc/7").mkdir(parents=True)
+        (tmp_path / "proc/7/cgroup").write_text(cgroup)
+        file = tmp_path / "sys/fs/cgroup" / counter
+        file.parent.mkdir(parents=True)
+        file.write_text(KILLS.format(3))
+        for member in workers._members.values():
+            member._counter = memory_counter(7, tmp_path)
+            member._memory_kills = memory_kills(member._counter)
         kill(workers.procs[0].pid)
-        workers._members[0]._memory_kills -= 1
-        with pytest.raises(shmsync.WorkerDied, match="killed by SIGKILL.*possibly out of memory"):
-            pub.publish(wait=True)
-        kill(workers.procs[1].pid)
         with pytest.raises(shmsync.WorkerDied) as caught:
             pub.publish(wait=True)
         assert "memory" not in str(caught.value)
+        file.write_text(KILLS.format(4))
+        kill(workers.procs[1].pid)
+        with pytest.raises(
+            shmsync.WorkerDied, match=r"killed by SIGKILL; .*cgroup killed for lack of memory since its start: 1\)"
+        ):
+            pub.publish(wait=True)
