@@ -203,7 +203,7 @@ class Publisher:
 
         Raises as publish() does: on entry before anything is written, WorkerDied and AckTimeout on leaving.
         """
-        return Update(self, _acks(wait), timeout_or_none(timeout))
+        return Update(self, None if wait is None else _acks(wait), timeout_or_none(timeout))
 
     def adopt(
         self,

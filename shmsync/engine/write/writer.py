@@ -291,7 +291,7 @@ class Writer:
             self.undo()
             raise
         if self.adopted is not None:
-            self.adopted.remember_versions()
+            self.adopted.watch_next()
         self.counts.publishes += 1
         self.counts.publish.add(time.perf_counter() - started)
         if acks is not None:
@@ -418,7 +418,7 @@ class Writer:
             plan.copy_to(self._addresses[0], 0)
             plan.release()
             self.counts.bytes_copied += plan.nbytes
-            self.adopted.remember_versions()
+            self.adopted.watch_next()
         version = self.commit()
         self.updating_thread = None
         self.counts.updates += 1
@@ -435,7 +435,7 @@ class Writer:
                 adopted.check_optimizers(optimizers)
                 self._publish_if_different(source)
                 adopted.pull(copy=False)
-                adopted.remember_versions()
+                adopted.watch_next()
                 adopted.refuse_other_steps()
                 self.adopted, self.source = adopted, source
             elif adopted.source is not source or not optimizers:
