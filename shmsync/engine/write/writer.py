@@ -138,7 +138,7 @@ class Writer:
         if self._generation != _native.fork_generation():
             raise ForkedHandle("this Publisher belongs to the parent process; a forked child may only subscribe")
         if self.closed or self._closing:
-            raise ClosedError(f"arena {self.name!r} is closed; make a new Publisher")
+            raise ClosedError(f"arena {self.name!r} is closed, and nothing was done; make a new Publisher")
 
     def ready(self, deadline: float) -> None:
         """The gate of every call that writes: call it first, with the lock.
