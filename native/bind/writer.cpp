@@ -41,29 +41,21 @@ bool wait_begin(Writer& writer, std::int64_t timeout_ns) {
 class WriterLock {
  public:
   void acquire(nb::handle holder) {
-    if (holder_.is_valid() || (heir_.is_valid() && !heir_.is(holder)))
+    if (holder_.is_valid())
       raise("WriterBusy", "another publish() or update() of this Publisher is under way; let it finish first");
     holder_ = nb::borrow(holder);
+    thread_ = PyThread_get_thread_ident();
   }
   bool held_by(nb::handle holder) const { return holder_.is(holder); }
   // A no-op when another holder has it, so that cleaning up twice is safe.
   void release(nb::handle holder) {
     if (held_by(holder)) holder_ = nb::object();
   }
-  bool locked() const { return holder_.is_valid(); }
-  // Until forgo(), `heir` alone may take it. False: another one has it reserved.
-  bool reserve(nb::handle heir) {
-    if (heir_.is_valid()) return false;
-    heir_ = nb::borrow(heir);
-    return true;
-  }
-  void forgo(nb::handle heir) {
-    if (heir_.is(heir)) heir_ = nb::object();
-  }
+  bool mine() const { return holder_.is_valid() && thread_ == PyThread_get_thread_ident(); }
 
  private:
   nb::object holder_;
-  nb::object heir_;
+  unsigned long thread_ = 0;  // of the holder
 };
 
 // A context manager whose Python half may be interrupted anywhere; _recover() then undoes what was half done.
@@ -128,10 +120,7 @@ void bind_writer(nb::module_& m) {
       .def("acquire", &WriterLock::acquire, "holder"_a, "Take the lock. Raises WriterBusy while it is held.")
       .def("held_by", &WriterLock::held_by, "holder"_a)
       .def("release", &WriterLock::release, "holder"_a, "Give the lock back; a no-op when another holder has it.")
-      .def("locked", &WriterLock::locked)
-      .def("reserve", &WriterLock::reserve, "heir"_a,
-           "Reserve the lock for `heir`, who takes it next. False: it is reserved already.")
-      .def("forgo", &WriterLock::forgo, "heir"_a, "Take that back; does nothing when it is another's.")
+      .def_prop_ro("mine", &WriterLock::mine, "Does the calling thread hold it?")
       .def("__enter__", [](nb::handle self) { nb::inst_ptr<WriterLock>(self)->acquire(self); })
       .def(
           "__exit__",

@@ -203,7 +203,7 @@ class Publisher:
 
         Raises as publish() does: on entry before anything is written, WorkerDied and AckTimeout on leaving.
         """
-        return Update(self, _acks(wait), timeout_or_none(timeout))
+        return Update(self, None if wait is None else _acks(wait), timeout_or_none(timeout))
 
     def adopt(
         self,
@@ -269,9 +269,10 @@ class Publisher:
     def close(self) -> None:
         """End the arena. Subscribers keep the last version; new ones cannot attach. Idempotent.
 
-        A publish() or update() of another thread that waits, for readers or for acks, ends with ClosedError.
+        A publish() or update() of another thread that waits, for readers or for acks, ends with ClosedError; one that
+        writes is waited for, at most the arena's timeout.
 
-        Raises WriterBusy when another thread is writing, or from inside update().
+        Raises WriterBusy when it still writes then, and inside update().
         """
         self._writer.close()
 

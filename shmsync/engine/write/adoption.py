@@ -11,7 +11,6 @@ for the rest.
 
 from __future__ import annotations
 
-import operator
 import threading
 import warnings
 import weakref
@@ -45,9 +44,6 @@ from .optimizer_steps import refuse_steps, step_inside_update
 
 R = TypeVar("R")
 
-_changes = operator.attrgetter("_version")  # how often a tensor was written into
-_WATCHED = 8  # parameters whose version counters are looked at between two updates: after the next one, the next
-
 
 class Adoption:
     """The module, or TensorDict, whose parameters are views of one arena's only slot.
@@ -79,9 +75,9 @@ class Adoption:
         self._loading: int | None = None  # the thread that is in load()
         self._loaded: set[int] = set()  # ids of parameters that are in private copies of load()
         self._undo: list[Callable[[], object]] = []  # what restore() gives back besides the parameters
-        # Parameters in groups, the one that is watched now last, and the counters of those. Empty once warned.
-        self._watched: list[list[torch.Tensor]] = [[]]
-        self._counters: list[int] = []
+        self._watched: list[torch.Tensor] | None = []  # for stray writes, one at a time; None: one was warned of
+        self._turn = 0  # which of them is watched now
+        self._writes = 0  # into it, so far
         placed = self._fitting()
         theirs = mapped_ranges()
         for key, tensor in placed.items():
@@ -194,10 +190,9 @@ class Adoption:
         moving = list(away)
         _native.set_data([placed[key] for key in moving], [self._views[key] for key in moving])
         self._placed = placed
-        if self._watched:
-            counted = [tensor for tensor in placed.values() if counts_changes(tensor)]
-            self._watched = [counted[at : at + _WATCHED] for at in range(0, len(counted), _WATCHED)] or [[]]
-            self.remember_versions()
+        if self._watched is not None:
+            self._watched = [tensor for tensor in placed.values() if counts_changes(tensor)]
+            self.watch_next()
         if isinstance(self.source, nn.Module):
             self._guard_loads(self.source)
         self._plan = self._plans.make(self.source)
@@ -217,24 +212,21 @@ class Adoption:
 
     # ---- writes outside update()
 
-    def remember_versions(self) -> None:
-        """An update() has ended: a later write into a parameter is a stray one, until the next."""
-        if len(self._watched) > 1:
-            self._watched.append(self._watched.pop(0))
+    def watch_next(self) -> None:
+        """An update() has ended: until the next one, a write into the next parameter is a stray one."""
         if self._watched:
-            self._counters = list(map(_changes, self._watched[-1]))
+            self._turn = (self._turn + 1) % len(self._watched)
+            self._writes = self._watched[self._turn]._version
 
     def warn_of_stray_writes(self) -> None:
-        """Warn, once, of a parameter that torch has written since the last update()."""
-        if not self._watched or list(map(_changes, self._watched[-1])) == self._counters:
+        """Warn, once, if torch has written the watched parameter since the last update()."""
+        if not self._watched or (tensor := self._watched[self._turn])._version == self._writes:
             return
-        names = {id(tensor): ".".join(key) for key, tensor in self._placed.items()}
-        watched = zip(self._watched[-1], self._counters, strict=True)
-        written = [names[id(tensor)] for tensor, before in watched if tensor._version != before]
-        self._watched = []
+        self._watched = None
+        name = next(".".join(key) for key, each in self._placed.items() if each is tensor)
         warnings.warn(
-            f"{', '.join(written)} of the adopted module was written outside update(): workers of arena "
-            f"{self.name!r} may have read it half written. Write inside `with pub.update():`",
+            f"{name} of the adopted module was written outside update(): workers of arena {self.name!r} may have read "
+            "it half written. Write inside `with pub.update():`",
             stacklevel=4,
         )
 
@@ -308,7 +300,7 @@ class Adoption:
         self._loaded = {id(tensor) for tensor, _ in placed if tensor.numel()}
         try:
             result = run()
-            self.remember_versions()  # it has written into private copies
+            self.watch_next()  # it has written into private copies
             if not self._inside():
                 with self._update():  # takes the parameters in
                     pass
@@ -328,7 +320,7 @@ class Adoption:
         finally:
             self._loading = None
             self._loaded.clear()
-            self.remember_versions()
+            self.watch_next()
 
 
 class _Loading(Proxy):

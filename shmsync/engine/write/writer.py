@@ -47,7 +47,7 @@ from .acks import Acks, WorkerWatch, wait_for_acks
 from .adoption import Adoption
 from .copy_plan import CopyPlan, DirtyLeaves, PlanCache
 from .device_writes import DeviceWrites, wait_for_sources
-from .pin_wait import CloseRequest, PinWait
+from .pin_wait import PinWait
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -101,9 +101,9 @@ class Writer:
         if on_device is not None:
             self._commit_by(on_device)
         self.lock, self.peers, self.counts = _native.WriterLock(), Peers(), Counts()
-        self.close_request = CloseRequest(self.lock)
-        self.pin_wait = PinWait(self.arena, name, self.native, self.peers, me().owner, self.close_request)
+        self.pin_wait = PinWait(self.arena, name, self.native, self.peers, me().owner)
         self.closed = False
+        self._closing = False  # does another thread wait to close it?
         self.adopted: Adoption | None = None
         self.updating_thread: int | None = None
         self.worker_watch: WorkerWatch | None = None
@@ -113,9 +113,9 @@ class Writer:
         self._dirty = DirtyLeaves(manifest, slots)
         self._addresses = [self.arena.slot_address(slot) for slot in range(slots)]
         copy_by_value()
-        self._closing: list[bool] = []  # filled by close(), which holds the lock itself
+        self._was_closed: list[bool] = []  # filled by close(), which holds the lock itself
         parts = self.arena, self._created, self.native, self._devices, self.peers
-        self._finalizer = util.Finalize(self, _clean_up, (*parts, self._closing), exitpriority=20)
+        self._finalizer = util.Finalize(self, _clean_up, (*parts, self._was_closed), exitpriority=20)
 
     def open(self, first_version: int | None = None) -> None:
         """Publish the first version, and let readers attach. Its number: this one, or the next of a dead publisher."""
@@ -137,8 +137,8 @@ class Writer:
         stay_if_exiting()
         if self._generation != _native.fork_generation():
             raise ForkedHandle("this Publisher belongs to the parent process; a forked child may only subscribe")
-        if self.closed:
-            raise ClosedError(f"arena {self.name!r} is closed; make a new Publisher")
+        if self.closed or self._closing:
+            raise ClosedError(f"arena {self.name!r} is closed, and nothing was done; make a new Publisher")
 
     def ready(self, deadline: float) -> None:
         """The gate of every call that writes: call it first, with the lock.
@@ -291,7 +291,7 @@ class Writer:
             self.undo()
             raise
         if self.adopted is not None:
-            self.adopted.remember_versions()
+            self.adopted.watch_next()
         self.counts.publishes += 1
         self.counts.publish.add(time.perf_counter() - started)
         if acks is not None:
@@ -333,10 +333,10 @@ class Writer:
             if self.native.begin():
                 break
             started = started or time.perf_counter()
-            if self.pin_wait.until_free(deadline):
+            if self.pin_wait.until_free(deadline, self.check):
                 break
             self.native.abort()
-            self.pin_wait.while_stopped(deadline)
+            self.pin_wait.while_stopped(deadline, self.check)
         if started:
             self.counts.pin_wait.add(time.perf_counter() - started)
 
@@ -418,7 +418,7 @@ class Writer:
             plan.copy_to(self._addresses[0], 0)
             plan.release()
             self.counts.bytes_copied += plan.nbytes
-            self.adopted.remember_versions()
+            self.adopted.watch_next()
         version = self.commit()
         self.updating_thread = None
         self.counts.updates += 1
@@ -435,7 +435,7 @@ class Writer:
                 adopted.check_optimizers(optimizers)
                 self._publish_if_different(source)
                 adopted.pull(copy=False)
-                adopted.remember_versions()
+                adopted.watch_next()
                 adopted.refuse_other_steps()
                 self.adopted, self.source = adopted, source
             elif adopted.source is not source or not optimizers:
@@ -493,19 +493,19 @@ class Writer:
         started = time.perf_counter()
         watch = self.worker_watch
 
-        def ending() -> bool:
+        def closing() -> bool:
             if watch is not None:
                 watch.look(version)
-            return self.close_request.pending()
+            stay_if_exiting()
+            return self._closing
 
         try:
-            with self.close_request.waiting():
-                try:
-                    wait_for_acks(self.pin_wait, version, acks, deadline, ending)
-                except WorkerDied as error:
-                    if watch is None or not watch.explains(error):
-                        raise
-                ending()
+            try:
+                wait_for_acks(self.pin_wait, version, acks, deadline, closing)
+            except WorkerDied as error:
+                if watch is None or not watch.explains(error):
+                    raise
+            closing()
         finally:
             self.counts.ack_wait.add(time.perf_counter() - started)
             if len(self.peers):  # a worker was late; rows that were given back need no pidfd any more
@@ -539,18 +539,31 @@ class Writer:
         """As Publisher.close()."""
         if self.closed or self.in_parent:
             return
-        with self.close_request.exclusive(deadline_after(None, self.timeout)):
+        deadline, holder = deadline_after(None, self.timeout), object()
+        self._closing = True  # the waits of other threads end, and no new call begins
+        try:
+            while True:
+                try:
+                    self.lock.acquire(holder)
+                    break
+                except WriterBusy:
+                    if self.lock.mine or time.monotonic() >= deadline:
+                        raise
+                time.sleep(0.0005)
             adopted, self.adopted = self.adopted, None
             with suppress(DeviceFailed, WriterBusy):  # then readers keep the version before
-                self.wait_until_published(deadline_after(None, self.timeout))
+                self.wait_until_published(deadline)
             try:
                 if adopted is not None:
                     adopted.restore()
             finally:
                 self.closed = True
                 self.plans.forget()
-                self._closing.append(True)
+                self._was_closed.append(True)
                 self._finalizer()
+        finally:
+            self._closing = False
+            self.lock.release(holder)
 
 
 def _clean_up(

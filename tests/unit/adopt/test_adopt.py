@@ -57,10 +57,15 @@ def test_a_write_outside_update_is_warned_of_once(adopted):
         with pub.update(), torch.no_grad():
             module.weight.clamp_(-1, 1)
         pub.publish()
-    with torch.no_grad():
-        module.weight.mul_(0.5)
+
+    def decay_by_hand():
+        for _ in range(2):  # each update() looks at one of the two parameters
+            with torch.no_grad():
+                module.weight.mul_(0.5)
+            optimizer.step()
+
     with pytest.warns(UserWarning, match="weight of the adopted module was written outside"):
-        optimizer.step()
+        decay_by_hand()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
         module.bias.mul_(0.5)
