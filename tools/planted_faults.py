@@ -88,9 +88,9 @@ FAULTS = [
     # schemes: answers
     Fault("shmsync/schemes/links.py", "for tag in self.unanswered:", "for tag in reversed(self.unanswered):",
           "conformance/trouble/test_late_answers.py"),
-    Fault("shmsync/schemes/links.py", "elif gone or link.pipe.over:", "elif False:",
+    Fault("shmsync/schemes/links.py", "elif gone or link.ended or link.closed:", "elif False:",
           "conformance/trouble/test_death.py"),
-    Fault("shmsync/schemes/links.py", "and tag.version > self.highest.get(tag.model_id, 0)", "and False",
+    Fault("shmsync/schemes/links.py", "and tag[1] > self.highest.get(tag[0], 0)", "and False",
           "conformance/trouble/test_messages.py"),
     Fault("shmsync/schemes/sender.py", "link.highest.get(self._model_id, 0)", "0",
           "conformance/trouble/test_late_answers.py"),
@@ -99,7 +99,7 @@ FAULTS = [
     Fault("shmsync/schemes/sender.py", "self._lock = threading.Lock()", "self._lock = threading.Semaphore(9)",
           "conformance/trouble/test_threads.py"),
     Fault("shmsync/schemes/receiver.py", "            self._use(message)\n        except",
-          "            word == messages.REGISTERED and self._use(message)\n        except",
+          "            message.kind == UPDATE or self._use(message)\n        except",
           "conformance/sends/test_send.py"),
     # schemes: weights
     Fault("shmsync/schemes/strategy.py", "if not (present or self.partial):", "if not present:",

@@ -23,7 +23,7 @@ from torch import nn
 from ..engine.deadlines import names_nearest, timeout_or_default, whole
 from ..errors import AckTimeout, ClosedError, WorkerDied
 from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
-from ..schemes.devices import DeviceChoice, WorkerDevices
+from ..schemes.devices import DeviceChoice, device_names
 from ..schemes.strategy import WeightStrategy
 from ..workers.process import wait_for_any
 from . import buffers
@@ -145,12 +145,11 @@ class MultiprocessCollector:
         self._steps(count, count_of_workers)  # refuses what does not divide evenly
         if device is None:
             device = getattr(weight_sync_scheme, "device", None)
-        devices = WorkerDevices(device)
-        devices.check_workers(count_of_workers)
+        devices = device_names(device, count_of_workers)
         self.policy = policy
         self._scheme = scheme = SharedMemWeightSyncScheme() if weight_sync_scheme is None else weight_sync_scheme
         # Else it gets private copies.
-        bound = isinstance(scheme, SharedMemWeightSyncScheme) and len(devices.distinct) < 2
+        bound = isinstance(scheme, SharedMemWeightSyncScheme) and len(set(devices)) < 2
         packed = pack(policy, values=not bound)
         self._specs = [
             WorkerSpec(
@@ -159,7 +158,7 @@ class MultiprocessCollector:
                 packed,
                 scheme,
                 base + index * count,
-                device=devices.of(index),
+                device=devices[index],
             )
             for index, maker in enumerate(makers)
         ]
@@ -275,12 +274,12 @@ class MultiprocessCollector:
 
     # ---- the life of the workers
 
-    def _start(self, devices: WorkerDevices) -> None:
+    def _start(self, devices: list[str | None]) -> None:
         """Start all workers, send them their first weights, and give them their rows of the batches."""
         deadline = time.monotonic() + self._start_timeout
         members = [self._start_process(spec) for spec in self._specs]
-        places = devices.distinct  # on several devices each policy has its own copy, and the arena is the host's
-        place: dict[str, Any] = {"device": places[0]} if len(places) == 1 else {}
+        # On several devices each policy has its own copy, and the arena is the host's.
+        place: dict[str, Any] = {"device": devices[0]} if len(set(devices)) == 1 else {}
         with self._reasons():
             self._scheme.init_on_sender(
                 "policy",

@@ -77,7 +77,7 @@ class Outcome:
         self.done: list[Any] = []
         self.late: list[Any] = []
         self.dead: dict[Any, str] = {}  # how each of them died, or ""
-        self.failed: dict[Any, Failure | str] = {}  # a string: it answered something else
+        self.failed: dict[Any, Failure | str] = {}  # a string: what it did instead
         self.notes: list[str] = []  # more about the late
         self.pids: dict[Any, int] = {}  # of the late, as far as they are known
         self.stopped: list[Any] = []  # of the late, those whose process is stopped
@@ -158,7 +158,7 @@ class Outcome:
     def _raise_failure(self, what: str) -> None:
         worker, failure = next(iter(self.failed.items()))
         if isinstance(failure, str):
-            raise RuntimeError(f"{listed([worker])} was sent {what}, but {failure} instead of 'updated'")
+            raise RuntimeError(f"{listed([worker])} was sent {what}, but {failure}")
         texts = [
             f"{listed([index])} failed while it applied {what}:\n{each.trace}"
             for index, each in self.failed.items()

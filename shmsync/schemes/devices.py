@@ -17,61 +17,32 @@ HOST = "cpu"
 DeviceChoice = torch.device | str | Sequence[torch.device | str | None] | None
 
 
-class WorkerDevices:
-    """The device of each worker, by name.
+def device_names(given: DeviceChoice, workers: int | None = None) -> list[str | None]:
+    """The device of each worker by name; None where nothing was said.
 
     Args:
         given: None, one device for all workers, or a list or tuple with one for each worker, where None is the host's.
+        workers: how many there are; None: that is not known yet, and what is given is checked.
 
     Raises:
-        TypeError, ValueError: what is given is no device on which weights can lie.
+        TypeError, ValueError: what is given is no device on which weights can lie, or is for another number of workers.
         DeviceFailed: a GPU that is not there.
         ForkedHandle: a GPU, in a child of a process that uses CUDA.
     """
-
-    def __init__(self, given: DeviceChoice) -> None:
-        self._all: str | None = None
-        self._each: tuple[str, ...] | None = None
-        if given is None:
-            return
-        if isinstance(given, (str, torch.device)):
-            self._all = _name(given)
-        elif isinstance(given, (list, tuple)):
-            self._each = tuple(HOST if each is None else _name(each) for each in given)
-        else:
-            raise TypeError(
-                "device is one device for all workers, such as 'cuda:0', or a list with one for each worker, not "
-                f"{given!r} ({type(given).__name__})"
-            )
-
-    @property
-    def unset(self) -> bool:
-        """Was nothing said?"""
-        return self._all is None and self._each is None
-
-    @property
-    def distinct(self) -> list[str]:
-        """The names of all given devices, each once."""
-        return [self._all] if self._all is not None else list(dict.fromkeys(self._each or ()))
-
-    def of(self, worker: int) -> str | None:
-        """The device of one worker; None: nothing was said. Raises ValueError for a worker that has none."""
-        if self._each is None:
-            return self._all
-        if not 0 <= worker < len(self._each):
-            raise ValueError(
-                f"worker {worker} has no device: device={list(self._each)} lists those of {len(self._each)} workers, "
-                "0 and up; list one for each worker, None for the host's memory, or give one device for all"
-            )
-        return self._each[worker]
-
-    def check_workers(self, count: int) -> None:
-        """Raise ValueError when these are devices of another number of workers."""
-        if self._each is not None and count != len(self._each):
-            raise ValueError(
-                f"device={list(self._each)} is for {len(self._each)} workers, but there are {count}; list one for each "
-                "worker, None for the host's memory, or give one device for all"
-            )
+    if given is None or isinstance(given, (str, torch.device)):
+        return [None if given is None else _name(given)] * (1 if workers is None else workers)
+    if not isinstance(given, (list, tuple)):
+        raise TypeError(
+            "device is one device for all workers, such as 'cuda:0', or a list with one for each worker, not "
+            f"{given!r} ({type(given).__name__})"
+        )
+    names: list[str | None] = [HOST if each is None else _name(each) for each in given]
+    if workers not in (None, len(names)):
+        raise ValueError(
+            f"device={names} is for {len(names)} workers, but there are {workers}; list one for each worker, None for "
+            "the host's memory, or give one device for all"
+        )
+    return names
 
 
 def device_of_arena(policy_device: torch.device | str | int) -> str:

@@ -16,6 +16,8 @@ from __future__ import annotations
 import functools
 import io
 import pickle
+import struct
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..engine.outcome import Failure
@@ -31,145 +33,158 @@ REGISTER = "register_shared_weights"
 UPDATED = "updated"
 REGISTERED = "registered"
 FAILED = "failed"
-ANSWERS = {UPDATE: UPDATED, REGISTER: REGISTERED}
+
+Tag = tuple[str, int]  # which message an answer is for: (model, version); version 0 is the registration of the model
 
 dumps = functools.partial(pickle.dumps, protocol=5)
 
 
-class Tag(NamedTuple):
-    """Which message an answer is for. Version 0 is the registration of the model."""
-
-    model_id: str
-    version: int
+def framed(payload: bytes) -> bytes:
+    """A pickled message as Connection.send() writes it."""
+    size = len(payload)
+    return (struct.pack("!i", size) if size < 1 << 31 else struct.pack("!iQ", -1, size)) + payload
 
 
 class Tagged(tuple[Any, ...]):
-    """A pair that also carries a tag (None: for the oldest message), and the owner word of the process that sends it.
-
-    A registration has the worker's index too.
-    """
+    """A pair that also has a tag (None: for the oldest message), and the owner word of the process that sends it."""
 
     tag: Tag | None
     owner: int
-    worker: int | None
 
-    def __new__(cls, pair: tuple[Any, str], tag: Tag | None, owner: int, worker: int | None = None) -> Tagged:
+    def __new__(cls, pair: tuple[Any, str], tag: Tag | None, owner: int) -> Tagged:
         """A pair that means `tag`."""
         self = super().__new__(cls, pair)
-        self.tag, self.owner, self.worker = tag, owner, worker
+        self.tag, self.owner = tag, owner
         return self
 
     def __reduce__(self) -> Any:
-        return Tagged, (tuple(self), self.tag, self.owner, self.worker)
+        return Tagged, (tuple(self), self.tag, self.owner)
+
+
+# What pickles as a call that gives the weights, as a plain recv() needs them. An end of ours gets the object instead,
+# so that nothing fails before it can answer.
+
+_kept: dict[tuple[str, str], Any] = {}  # by (module, name) of the function
+
+
+def kept_for(function: Callable[..., Any]) -> Callable[[type], type]:
+    """Let ends of ours get the class, called with the function's arguments, where others call the function."""
+
+    def keep(cls: type) -> type:
+        _kept[function.__module__, function.__name__] = cls
+        return cls
+
+    return keep
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """As pickle's, but for what is kept."""
+        return _kept.get((module, name)) or super().find_class(module, name)
+
+
+def loads(payload: bytes | bytearray) -> Any:
+    """Unpickle a message for a receiver or a sender of ours."""
+    return _Unpickler(io.BytesIO(payload)).load()
+
+
+def registered(handle: Handle, worker: int) -> TensorDictBase:
+    """What a plain recv() makes of a registration: the live TensorDict of the arena."""
+    weights: Any = live_weights(handle)
+    weights.worker = worker
+    found: TensorDictBase = weights
+    return found
+
+
+@kept_for(registered)
+class Registered:
+    """An arena, and the worker's index there. A receiver attaches by itself, as that worker."""
+
+    def __init__(self, handle: Handle, worker: int) -> None:
+        self.handle, self.worker = handle, worker
+
+    def __reduce__(self) -> Any:
+        return registered, (self.handle, self.worker)
+
+
+def registration(model_id: str, handle: Handle, worker: int) -> bytes:
+    """The frame that says where the arena of a model is."""
+    return framed(dumps(((model_id, Registered(handle, worker)), REGISTER)))
+
+
+def announcement(tag: Tag) -> bytes:
+    """The frame that says that a version lies in the arena."""
+    return framed(dumps((tag, UPDATE)))
 
 
 class Message(NamedTuple):
-    """A message as a worker sees it. `tag`: None where the sender is not one of ours."""
+    """A message as a worker sees it.
+
+    `content`: weights, a version, or what has the `handle` of an arena and the worker's index there, `worker`. `tag`:
+    None where the sender is not one of ours.
+    """
 
     kind: str
     model_id: str
     content: Any
     tag: Tag | None
-    worker: int | None = None
 
+    def answer(self, word: str = "") -> bytes:
+        """The frame that says that it is done; in another word if one is given."""
+        word = word or (UPDATED if self.kind == UPDATE else REGISTERED)
+        if self.tag is None:
+            return framed(dumps((None, word)))
+        if word == UPDATED and type(self.content) is int:
+            return framed(dumps((self.tag, word)))
+        return framed(dumps(Tagged((None, word), self.tag, me().owner)))
 
-class Registered:
-    """What a receiver gets in place of the TensorDict of a registration: it attaches by itself, as its own worker."""
-
-    def __init__(self, handle: Handle) -> None:
-        self.handle = handle
-
-    def __reduce__(self) -> Any:
-        return registered, (self.handle,)
-
-
-def registered(handle: Handle) -> TensorDictBase:
-    """What a plain recv() makes of a registration: the live TensorDict of the arena."""
-    return live_weights(handle)
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """As pickle's, but a registration does not attach here."""
-        return Registered if (module, name) == (__name__, registered.__name__) else super().find_class(module, name)
-
-
-_REGISTERS = REGISTER.encode()
-_SMALL = 1 << 16  # bytes; a registration has less
-
-
-def loads(payload: memoryview) -> Any:
-    """Unpickle a message for a receiver or a sender of ours."""
-    if len(payload) < _SMALL and _REGISTERS in bytes(payload):
-        return _Unpickler(io.BytesIO(payload)).load()
-    return pickle.loads(payload)
-
-
-def registration(model_id: str, handle: Handle, worker: int) -> bytes:
-    """The message that says where the arena of a model is."""
-    pair = ((model_id, Registered(handle)), REGISTER)
-    return dumps(Tagged(pair, Tag(model_id, 0), me().owner, worker))
-
-
-def version_message(model_id: str, version: int) -> bytes:
-    """The message that says that this version lies in the arena."""
-    return dumps(((model_id, version), UPDATE))
+    def failure(self, error: BaseException) -> bytes:
+        """The frame that says that doing it raised this exception."""
+        return framed(dumps((Failure.of(error, self.tag), FAILED)))
 
 
 def read_message(message: Any) -> Message | None:
     """A message for a worker, about weights; None for any other."""
-    if not (type(message) in (tuple, Tagged) and len(message) == 2 and isinstance(message[1], str)):
-        return None
-    if message[1] not in (UPDATE, REGISTER):
+    if not (isinstance(message, tuple) and len(message) == 2 and isinstance(message[1], str)):
         return None
     pair, kind = message
     if not (type(pair) is tuple and len(pair) == 2 and isinstance(pair[0], str)):
         return None
     model_id, content = pair
-    if isinstance(message, Tagged):
-        return Message(kind, model_id, content, message.tag, message.worker)
-    if kind == REGISTER:
-        return None
-    return Message(kind, model_id, content, Tag(model_id, content) if type(content) is int else None)
+    if kind == UPDATE:
+        tag = (model_id, content) if type(content) is int else None
+        if isinstance(message, Tagged):
+            tag = message.tag
+        return Message(kind, model_id, content, tag)
+    if kind == REGISTER and getattr(content, "handle", None) is not None:
+        return Message(kind, model_id, content, (model_id, 0))
+    return None
 
 
 def given_message(content: Any, model_id: str) -> Message:
     """What a worker's own loop has read: a whole message, (model_id, content), or the content for this model alone."""
-    if type(content) in (tuple, Tagged) and (message := read_message(content)) is not None:
+    if (message := read_message(content)) is not None:
         return message
     if type(content) is tuple and len(content) == 2 and isinstance(content[0], str):
         model_id, content = content
-    if getattr(content, "handle", None) is not None:
-        return Message(REGISTER, model_id, content, Tag(model_id, 0))
-    return Message(UPDATE, model_id, content, Tag(model_id, content) if type(content) is int else None)
+    found = read_message(((model_id, content), REGISTER)) or read_message(((model_id, content), UPDATE))
+    assert found is not None
+    return found
 
 
-def answer(message: Message, word: str) -> bytes:
-    """The answer to a message of a worker that has done what it says."""
-    if message.tag is None:
-        return dumps((None, word))
-    if message.kind == UPDATE and type(message.content) is int:
-        return dumps((tuple(message.tag), word))
-    return dumps(Tagged((None, word), message.tag, me().owner))
-
-
-def failure(message: Message, error: BaseException) -> bytes:
-    """The answer of a worker whose call raised this exception."""
-    return dumps((Failure.of(error, message.tag), FAILED))
-
-
-def read_answer(message: Any) -> tuple[Tag | None, str, Any, int] | None:
+def read_answer(message: Any) -> tuple[Tag | None, str, Failure | None, int] | None:
     """(tag, word, failure, owner word) of an answer of a worker; None for any other message."""
-    if not (type(message) in (tuple, Tagged) and len(message) == 2 and isinstance(message[1], str)):
+    if not (isinstance(message, tuple) and len(message) == 2 and isinstance(message[1], str)):
         return None
     content, word = message
     if isinstance(message, Tagged):
         return message.tag, word, None, message.owner
     if word == FAILED and isinstance(content, Failure):
         return content.tag, word, content, 0
-    if word in (UPDATED, REGISTERED):
-        if content is None:
-            return None, word, None, 0
-        if type(content) is tuple and len(content) == 2 and type(content[1]) is int:
-            return Tag(*content), word, None, 0
+    if word not in (UPDATED, REGISTERED):
+        return None
+    if content is None:
+        return None, word, None, 0
+    if type(content) is tuple and len(content) == 2 and type(content[0]) is str and type(content[1]) is int:
+        return content, word, None, 0
     return None

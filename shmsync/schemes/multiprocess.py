@@ -29,8 +29,7 @@ from ..memory.torch_modes import run_plainly
 from . import messages
 from .api import WeightSyncScheme
 from .links import Link
-from .messages import Message, Tag, Tagged
-from .pipe import framed
+from .messages import Message, Tag, Tagged, framed, kept_for
 from .pipe_transport import PipeTransport
 from .receiver import PipeReceiver
 from .sender import PipeSender, Posted
@@ -93,9 +92,9 @@ class MultiProcessSender(PipeSender):
         refuse_odd(leaves)
         self._in_use = [each for each in self._in_use if each[1].tag in each[0].unanswered and not each[0].reported]
         size = sum(leaf.nbytes for leaf in leaves.values())
-        tag = Tag(self._model_id, self._next_version(links, self._version))
+        tag = self._model_id, self._next_version(links, self._version)
         self._newest = WeightsMessage(tag, source, apart=size >= LARGE and any(map(_reaches, links.values())))
-        self._version = tag.version
+        self._version = tag[1]
 
     @override
     def _announce(self, links: Mapping[int, Link], *, again: bool = False) -> Posted:
@@ -107,7 +106,7 @@ class MultiProcessSender(PipeSender):
                     "everything: give init_on_sender() model= or a context that has it, or send() all weights"
                 )
             self._version = self._next_version(links, self._version)
-            self._newest = WeightsMessage(Tag(self._model_id, self._version), whole)
+            self._newest = WeightsMessage((self._model_id, self._version), whole)
         message = self._newest
         assert message is not None, "something was sent"
         for link in links.values():
@@ -118,7 +117,7 @@ class MultiProcessSender(PipeSender):
                 and not any(tag[0] == self._model_id for tag in link.unanswered)
             ):
                 self._in_use.append((link, message))
-                link.post(message.reference(), message.tag)
+                link.post(message.reference, message.tag)
             else:
                 link.post(message.by_value(), message.tag)
         return Posted(self._version, links, dict.fromkeys(links, message.tag))
@@ -144,56 +143,47 @@ class WeightsMessage:
     def __init__(self, tag: Tag, weights: Any, *, apart: bool = False) -> None:
         self.tag = tag
         self.sealed: Sealed | None = None
-        self._frame: bytes | None = None
         if apart:
             pieces: list[memoryview] = []
-            self._head = _pickled(weights, pieces)
+            head = _pickled(weights, pieces)
             try:
                 self.sealed = Sealed(pieces)
             except ShmSyncError:
                 pass  # no descriptor or memory for it: as bytes it needs less at once
-        if self.sealed is None:
-            self._frame = self._framed(weights)
-
-    def reference(self) -> bytes:
-        """The message that says where the weights are."""
-        assert self.sealed is not None
-        return self._framed(_Where(self._head, self.sealed))
+            else:
+                self._apart = Apart(head, self.sealed.place, self.sealed.spans)
+                self.reference = self._framed(self._apart)  # says where they are
+        self._by_value = self._framed(weights) if self.sealed is None else None
 
     def by_value(self) -> bytes:
         """The message that holds them."""
-        if self._frame is None:
-            assert self.sealed is not None
-            self._frame = self._framed(opened(self._head, self.sealed.place, self.sealed.spans))
-        return self._frame
+        if self._by_value is None:
+            self._by_value = self._framed(self._apart.read())
+        return self._by_value
 
     def _framed(self, weights: Any) -> bytes:
-        return framed(_pickled(Tagged(((self.tag.model_id, weights), messages.UPDATE), self.tag, me().owner)))
-
-
-class _Where:
-    """Pickles as a call that gives the weights."""
-
-    def __init__(self, head: bytes, sealed: Sealed) -> None:
-        self._content = head, sealed.place, sealed.spans
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return opened, self._content
-
-
-class Unreadable:
-    """In the place of weights that could not be read."""
-
-    def __init__(self, error: ShmSyncError) -> None:
-        self.error = error
+        return framed(_pickled(Tagged(((self.tag[0], weights), messages.UPDATE), self.tag, me().owner)))
 
 
 def opened(head: bytes, place: MemfdAt, spans: list[tuple[int, int]]) -> Any:
-    """Weights that lie in a sealed memfd of another process; Unreadable if they cannot be had."""
-    try:
+    """What a plain recv() makes of weights that lie in a sealed memfd. Raises as Apart.read()."""
+    return Apart(head, place, spans).read()
+
+
+@kept_for(opened)
+class Apart:
+    """Weights that lie in a sealed memfd of another process."""
+
+    def __init__(self, head: bytes, place: MemfdAt, spans: list[tuple[int, int]]) -> None:
+        self._content = head, place, spans
+
+    def read(self) -> Any:
+        """The weights: a private copy, once they are changed. Raises WriterDied when they are gone, and NoSpace."""
+        head, place, spans = self._content
         return pickle.loads(head, buffers=pieces_at(place, spans))
-    except ShmSyncError as error:
-        return Unreadable(error)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return opened, self._content
 
 
 @run_plainly
@@ -239,11 +229,9 @@ def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...], strides: Stri
 
 def _weights_of(message: Message) -> Any:
     """What a message brings. Raises why it cannot be had."""
-    if isinstance(message.content, Unreadable):
-        raise message.content.error
     if message.kind == messages.REGISTER:
         raise ValueError(f"{message.model_id!r} is registered in shared memory; use one scheme on both sides")
-    return message.content
+    return message.content.read() if isinstance(message.content, Apart) else message.content
 
 
 class MPTransport(PipeTransport):
@@ -271,4 +259,4 @@ class MultiProcessReceiver(PipeReceiver):
     def _use(self, message: Message) -> None:
         self._strategy.apply_weights(self._resolve_model_ref(), _weights_of(message))
         if message.tag is not None:
-            self._version = message.tag.version
+            self._version = message.tag[1]

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..engine.deadlines import deadline_after, timeout_or_default
 from . import messages
-from .links import Inbox, Link, gather, unexpected
+from .links import Inbox, Link
 from .messages import Message
 from .pipe import Pipe
 from .sender import PipeSender
@@ -59,32 +59,19 @@ class PipeTransport:
 
     def wait_ack(self) -> None:
         """Wait for the answers to the oldest send_weights_async() that was not waited for. Raises as send_weights()."""
-        self._oldest().wait_async()
-
-    def _oldest(self) -> PipeSender:
-        if not self._pending:
-            raise RuntimeError("no send is pending; call send_weights_async() first")
-        return self._pending.popleft()
+        self.check_ack()
 
     def check_ack(self, message: str = "updated") -> None:
         """As wait_ack(), for a worker that answers with this word.
 
         Raises RuntimeError for another answer; pending() then has that one, unless it is "updated".
         """
-        sender = self._oldest()
-        if message == messages.UPDATED:
-            sender.wait_async()
-            return
-        posted, sender._posted = sender._posted, None
-        assert posted is not None
-        outcome = gather(posted.workers, posted.tags, deadline_after(None, self.timeout))
-        for index in [index for index, failure in outcome.failed.items() if failure == unexpected(message)]:
-            posted.workers[index].pipe.pending.pop()
-            del outcome.failed[index]
-        what = f"version {posted.version} of {sender.model_id!r}"
-        outcome.check(what, posted.version)
-        if outcome.done:
-            raise RuntimeError(f"expected the answer {message!r} to {what}, but got {messages.UPDATED!r}")
+        if not self._pending:
+            raise RuntimeError("no send is pending; call send_weights_async() first")
+        sender = self._pending.popleft()
+        if sender._posted is not None:
+            sender._posted.word = message
+        sender.wait_async()
 
     # ---- in the worker
 
@@ -99,7 +86,7 @@ class PipeTransport:
             try:
                 content = self._content(message)
             except Exception as error:
-                Pipe.of(self.pipe).send(messages.failure(message, error))
+                inbox.send(message.failure(error))
                 raise
             if message.kind == messages.UPDATE:
                 return message.model_id, content
@@ -110,10 +97,7 @@ class PipeTransport:
         """Answer the weights that receive_weights() gave, or that the worker's own loop has read."""
         if self.pipe is not None:
             given, self._given = self._given, None
-            answered = given or Message(messages.UPDATE, "", None, None)
-            if given is None or message not in (messages.UPDATED, messages.REGISTERED):
-                answered = answered._replace(content=None)  # a word of the user's own has its tag beside it
-            Pipe.of(self.pipe).send(messages.answer(answered, message))
+            Inbox.of(self.pipe).send((given or Message(messages.UPDATE, "", None, None)).answer(message))
 
     @abstractmethod
     def _content(self, message: Message) -> Any:
@@ -125,14 +109,10 @@ class PipeTransport:
         """Are both ends open, as far as is known?"""
         if self.pipe is None:
             return True
-        pipe = Pipe.of(self.pipe)
-        return not (pipe.end.dead if isinstance(pipe.end, Link) else pipe.over)
+        end = Pipe.known(self.pipe)
+        return not (self.pipe.closed if end is None else end.dead)
 
     def pending(self) -> list[Any]:
         """Messages that came over the pipe and are not about weights, oldest first; each is given once."""
-        if self.pipe is None:
-            return []
-        pipe = Pipe.of(self.pipe)
-        if isinstance(pipe.end, Link):
-            pipe.end.pump()
-        return pipe.take_pending()
+        end = None if self.pipe is None else Pipe.known(self.pipe)
+        return [] if end is None else end.take_pending()

@@ -11,10 +11,9 @@ from typing import Any
 from typing_extensions import override
 
 from ..engine.deadlines import check_worker, deadline_after, timeout_or_none
-from . import messages
 from .context import Arguments, model_in
 from .links import Inbox
-from .messages import Message, given_message
+from .messages import UPDATE, Message, given_message
 
 _log = logging.getLogger("shmsync")
 
@@ -197,14 +196,21 @@ class PipeReceiver(WeightReceiver):
         deadline = deadline_after(timeout, self._scheme.timeout)
         if self._transport is None:
             return False
-        inbox = self._inbox
         self._thread = threading.get_ident()
-        if inbox.pipe.unsent:
-            inbox.pipe.flush()  # an answer that the pipe had no room for
         # All that is there, before the answers: a sender that is fast enough would keep this call for ever.
-        while not self._has_news and (batch := inbox.take(self._serves, deadline)):
-            errors = [receiver._handle(each) for each in batch if (receiver := self._receiver_of(each)) is not None]
-            if any(errors):
+        while not self._has_news and (batch := self._inbox.take(self._serves, deadline)):
+            refused = False
+            for message in batch:
+                if (receiver := self._receiver_of(message)) is None:
+                    continue  # it went while others were served
+                try:
+                    receiver._apply(message)
+                except Exception as error:
+                    _log.warning("%r of %r was refused: %s", message.kind, message.model_id, error)
+                    refused = refused or message.kind == UPDATE  # a registration fails again with its weights
+                else:
+                    receiver._has_news = receiver._has_news or message.kind == UPDATE
+            if refused:
                 self._resolve_model_ref()  # a receiver without a model raises here too
         news, self._has_news = self._has_news, False
         if news:
@@ -219,17 +225,19 @@ class PipeReceiver(WeightReceiver):
     def _receiver_of(self, message: Message) -> PipeReceiver | None:
         return self if message.model_id == self._model_id else self._inbox.receivers.get(message.model_id)
 
-    def _handle(self, message: Message) -> Exception | None:
-        """Do what a message says, and answer it; what weights failed with: a registration fails again with them."""
+    def _apply(self, message: Message) -> None:
+        """Do what a message says, and answer it. Raises what that failed with, which the sender gets too."""
         try:
+            if message.model_id != self._model_id:
+                raise ValueError(
+                    f"weights of {message.model_id!r} came to the receiver of {self._model_id!r}, and no receiver has "
+                    f"that model; make one for {message.model_id!r}"
+                )
             self._use(message)
         except Exception as error:
-            _log.warning("%r of %r was refused: %s", message.kind, self._model_id, error)
-            self._inbox.pipe.send(messages.failure(message, error))
-            return error if message.kind == messages.UPDATE else None
-        self._has_news = self._has_news or message.kind == messages.UPDATE
-        self._inbox.pipe.send(messages.answer(message, messages.ANSWERS[message.kind]))
-        return None
+            self._inbox.send(message.failure(error))
+            raise
+        self._inbox.send(message.answer())
 
     @override
     def apply_weights(self, weights: Any) -> None:
@@ -246,17 +254,7 @@ class PipeReceiver(WeightReceiver):
         if self._transport is None:
             raise ValueError(f"the receiver of {self._model_id!r} has no pipe; call init_on_worker() first")
         message = given_message(weights, self._model_id)
-        try:
-            if (receiver := self._receiver_of(message)) is None:
-                raise ValueError(
-                    f"weights of {message.model_id!r} came to the receiver of {self._model_id!r}, and no receiver has "
-                    f"that model; make one for {message.model_id!r}"
-                )
-            receiver._use(message)
-        except Exception as error:
-            self._inbox.pipe.send(messages.failure(message, error))
-            raise
-        self._inbox.pipe.send(messages.answer(message, messages.ANSWERS[message.kind]))
+        (self._receiver_of(message) or self)._apply(message)
 
     def _use_news(self) -> None:
         """receive() returns True: `version` is what was applied, in whatever thread."""

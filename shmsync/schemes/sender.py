@@ -28,18 +28,19 @@ from ..engine.outcome import Outcome, Wording
 from ..errors import ProtocolError, WorkerDied, WriterBusy
 from .context import Arguments, chosen_workers, find_source
 from .links import Link, gather
-from .messages import Tag
+from .messages import UPDATED, Tag
 
 _WORDING = Wording("its transport timed out", after_lateness="Send again, or give its transport more time")
 
 
 @dataclass
 class Posted:
-    """A send under way. `workers`: what each worker is waited for by; over pipes `tags`: which answer of it."""
+    """A send under way. `workers`: what each worker is waited for by; over pipes `tags`: which answer, in what word."""
 
     version: int
     workers: Mapping[int, Any]
     tags: Mapping[int, Tag] = field(default_factory=dict)
+    word: str = UPDATED
     outcome: Outcome = field(default_factory=lambda: Outcome(_WORDING))
     errors: dict[int, Exception] = field(default_factory=dict)  # of transports of a user's own
 
@@ -384,8 +385,7 @@ class PipeSender(WeightSender):
         ValueError for a worker that is not registered.
         """
         (index,) = chosen_workers([worker_idx], self.worker_ids)
-        self.links[index].pump()
-        return self.links[index].pipe.take_pending()
+        return self.links[index].take_pending()
 
     def resend(self, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None) -> int:
         """Bring workers that joined late to the newest version, with every leaf; nothing new is published.
@@ -420,7 +420,7 @@ class PipeSender(WeightSender):
 
     @override
     def _gather(self, posted: Posted, deadline: float) -> None:
-        outcome = posted.outcome = gather(posted.workers, posted.tags, deadline)
+        outcome = posted.outcome = gather(posted.workers, posted.tags, deadline, posted.word)
         for index in outcome.dead:
             posted.workers[index].reported = True
         for index in outcome.failed:  # it may have missed where its arena is

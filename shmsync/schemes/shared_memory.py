@@ -31,7 +31,6 @@ from .attachment import Attachment, attached
 from .context import Arguments
 from .links import Inbox, Link
 from .messages import Message, Tag
-from .pipe import framed
 from .pipe_transport import PipeTransport
 from .receiver import PipeReceiver
 from .sender import PipeSender, Posted
@@ -356,8 +355,8 @@ class SharedMemSender(PipeSender):
                     raise ValueError(
                         f"no weights of {self._model_id!r} were sent to the group of worker {index} yet; send() first"
                     )
-                tag = Tag(self._model_id, publisher.version)
-                made[group] = publisher.handle, tag, framed(messages.version_message(*tag))
+                tag = self._model_id, publisher.version
+                made[group] = publisher.handle, tag, messages.announcement(tag)
             handle, tags[index], frame = made[group]
             if again or link.registered.get(self._model_id) != handle:
                 self._tell(index, link, handle)
@@ -376,7 +375,7 @@ class SharedMemSender(PipeSender):
 
     def _tell(self, index: int, link: Link, handle: Handle) -> None:
         """Tell a worker where the arena is."""
-        link.post(framed(messages.registration(self._model_id, handle, index)), Tag(self._model_id, 0))
+        link.post(messages.registration(self._model_id, handle, index), (self._model_id, 0))
         link.registered[self._model_id] = handle
 
 
@@ -436,7 +435,7 @@ class SharedMemTransport(PipeTransport):
         model_id, inbox = message.model_id, Inbox.of(self.pipe)
         self._inbox = inbox
         if message.kind == messages.REGISTER:
-            inbox.registered[model_id] = message.content.handle, message.worker
+            inbox.registered[model_id] = message.content.handle, getattr(message.content, "worker", None)
         made = attached(inbox, model_id, self._scheme)
         if message.kind == messages.REGISTER:
             return None
@@ -480,8 +479,7 @@ class SharedMemReceiver(PipeReceiver):
     def _use(self, message: Message) -> None:
         content, model_id = message.content, self._model_id
         if message.kind == messages.REGISTER:
-            worker = self._worker_idx if message.worker is None else message.worker
-            self._inbox.registered[model_id] = content.handle, worker
+            self._inbox.registered[model_id] = content.handle, getattr(content, "worker", self._worker_idx)
             self._attachment = None  # perhaps to another arena
         elif type(content) is not int:
             raise ValueError(f"weights of {model_id!r} came through the pipe; use this scheme on both sides")

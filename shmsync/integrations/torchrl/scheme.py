@@ -12,7 +12,7 @@ from ... import _native
 from ...engine.deadlines import timeout_or_default, timeout_or_none
 from ...engine.source.dtypes import Dtypes, check_dtypes
 from ...errors import ClosedError, ProtocolError
-from ...schemes.devices import DeviceChoice, WorkerDevices
+from ...schemes.devices import DeviceChoice, device_names
 from ...schemes.strategy import WeightStrategy, has_dotted_keys
 from .receiver import Receiver
 from .sender import Sender
@@ -70,7 +70,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         if not isinstance(strict, bool):
             raise TypeError(f"strict is True or False, not {strict!r}")
         check_dtypes(dtype)
-        self._devices = WorkerDevices(device)
+        device_names(device)  # or raise
         self.device = device
         self.sync = sync
         self.per_worker_weights = per_worker_weights
@@ -119,12 +119,11 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         if self._sender is not None:
             self._sender.close()
         first = first_weights(model_id=model_id, context=context, **given)
-        self._devices.check_workers(len(first.sources))
         self.per_worker_weights = self.per_worker_weights or first.apart
         self._sender = Sender(
             model_id or "policy",
             first,
-            self._devices,
+            device_names(self.device, len(first.sources)),
             apart=self.per_worker_weights,
             options={"slots": self.slots, "timeout": self.timeout, "dtype": self.dtype},
             strict=self.strict,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing import util
 from typing import Any
@@ -25,7 +25,6 @@ from ...errors import ManifestMismatch, WorkerDied
 from ...memory.leftovers import new_name
 from ...memory.process import Peer
 from ...memory.torch_modes import run_plainly
-from ...schemes.devices import WorkerDevices
 from ...schemes.sender import SendLock
 from . import extra_state
 from .failures import Failures
@@ -97,7 +96,7 @@ class Sender:
     Args:
         model_id: for messages.
         first: what the workers start with.
-        devices: where the arenas lie; where it says nothing, where the policies are.
+        devices: where the arena of each worker lies; None: where its policy is.
         apart: give each worker an arena of its own.
         options: of each Publisher: slots, timeout, dtype.
         strict: refuse weights that workers have no place for; else leave them out.
@@ -107,15 +106,15 @@ class Sender:
     """
 
     def __init__(
-        self, model_id: str, first: First, devices: WorkerDevices, *, apart: bool, options: dict[str, Any],
+        self, model_id: str, first: First, devices: Sequence[str | None], *, apart: bool, options: dict[str, Any],
         strict: bool, context: weakref.ReferenceType[Any] | None,
     ) -> None:  # fmt: skip
         self._model_id, self.first, self._strict, self._context = model_id, first, strict, context
         self._options = {**options, "max_readers": max(64, 2 * len(first.sources))}
         planned: dict[Any, Arena] = {}
         self.names: dict[int, str] = {}  # of the arena of each worker
-        for worker, source in first.sources.items():
-            place = first.place(worker) if devices.unset else str(devices.of(worker))
+        for worker, device in zip(sorted(first.sources), devices, strict=True):
+            source, place = first.sources[worker], device or first.place(worker)
             arena = planned.setdefault(worker if apart else (id(source), place), Arena(set(), place))
             arena.members.add(worker)
             self.names[worker] = arena.name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import struct
 from multiprocessing import connection, reduction
 from pathlib import Path
 
@@ -100,9 +99,8 @@ def pending(state, model_id="policy"):
 def die_at_ack(state, share, note):
     """Receive; when the model has the weights, note them in a file, write this share of the ack, and die."""
 
-    def die(pipe, payload):
+    def die(pipe, frame):
         Path(note).write_text(str(look(state)))
-        frame = struct.pack("!i", len(payload)) + payload
         os.write(pipe.fd, frame[: int(share * len(frame))])
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from shmsync.schemes.messages import Tag
-from shmsync.schemes.pipe import Pipe, framed
+from shmsync.schemes.messages import framed
+from shmsync.schemes.pipe import Pipe
 from support.calls import Call
 
 SOON = 5.0  # seconds; far more than anything here takes
@@ -45,7 +45,7 @@ def test_a_pipe_and_a_plain_connection_read_what_the_other_one_sends(pipe, size)
     pipe_end = Pipe.of(ours)
     message = os.urandom(size)
     reading = Call(theirs.recv)
-    pipe_end.send(pickle.dumps(message))
+    pipe_end.send(framed(pickle.dumps(message)))
     while pipe_end.unsent:
         pipe_end.flush()
     assert reading.result() == message
@@ -58,11 +58,11 @@ def test_a_full_pipe_never_blocks_and_keeps_only_the_newest_weights(pipe):
     ours, theirs = pipe
     pipe_end = Pipe.of(ours)
     big = pickle.dumps(b"1" * 3_000_000)
-    pipe_end.send_frame(framed(big), Tag("policy", 1))  # has begun to leave, so it stays
+    pipe_end.send(framed(big), ("policy", 1))  # has begun to leave, so it stays
     for number in range(2, 6):
-        replaced = pipe_end.send_frame(framed(pickle.dumps(number)), Tag("policy", number))
-        assert replaced == ([] if number == 2 else [Tag("policy", number - 1)])
-    pipe_end.send_frame(framed(pickle.dumps("other")), Tag("value", 1))
+        replaced = pipe_end.send(framed(pickle.dumps(number)), ("policy", number))
+        assert replaced == ([] if number == 2 else [("policy", number - 1)])
+    pipe_end.send(framed(pickle.dumps("other")), ("value", 1))
     reading = Call(lambda: [theirs.recv() for _ in range(3)])
     write_all(pipe_end)
     got = reading.result()
