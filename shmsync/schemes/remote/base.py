@@ -49,7 +49,7 @@ from ..sender import Posted, WeightSender
 from ..strategy import STATE_KEY, Form, leaves_of, refuse_odd
 
 DEFAULT_TIMEOUT = 60.0  # seconds
-_WORDING = Wording("its process may be starting, stopped, or busy with a call that came before")
+WORDING = Wording("its process may be starting, stopped, or busy with a call that came before")
 
 
 # ---- the weights on their way
@@ -301,15 +301,20 @@ class Exchange(Posted):
         version: of the weights.
         transports: by worker.
         steps: gives the requests of a worker, one after the other; each gets the answer to the last.
+        wording: of the errors.
 
     Attributes:
         open: the workers of which more is to come.
     """
 
     def __init__(
-        self, version: int, transports: Mapping[int, RemoteTransport], steps: Callable[[Exchange, int], Steps]
+        self,
+        version: int,
+        transports: Mapping[int, RemoteTransport],
+        steps: Callable[[Exchange, int], Steps],
+        wording: Wording = WORDING,
     ) -> None:
-        super().__init__(version, transports, outcome=Outcome(_WORDING))
+        super().__init__(version, transports, outcome=Outcome(wording))
         self.open: dict[int, RemoteTransport] = dict(transports)
         self._steps = {index: steps(self, index) for index in transports}
         self._advance_all()

@@ -1,6 +1,7 @@
 """fan_out="node": one copy of the weights goes to each node, and all of its workers attach to it there.
 
-A send asks each worker for its node, once. It then asks one worker of each node, the leader, to publish the weights,
+A send asks each worker for its node, once; one to some of the workers also asks the others, since all workers of a
+node have the same version. It then asks one worker of each node, the leader, to publish the weights,
 which reach it by the engine's own means (transport.call()). The answer is News: where the arena is, and which version
 it has. All workers of the node get the News in place of weights, attach to the arena and bind their module to it. On
 the trainer's own node the trainer publishes, and nobody leads.
@@ -29,9 +30,10 @@ from ...memory.process import me
 from ...memory.segment import Handle
 from ..attachment import Attachment
 from ..strategy import leaves_of, refuse_odd
-from .base import Exchange, Label, Packer, RemoteTransport, Steps, by_name, label_of, unpack
+from .base import WORDING, Exchange, Failed, Label, Packer, RemoteTransport, Steps, by_name, label_of, unpack
 
 NODE_VARIABLE = "SHMSYNC_NODE"  # names the node of a process, in place of the host's name
+_WORDING = WORDING._replace(do="answer it", doing="answering it")
 _READERS = 256  # of an arena; a row is 128 bytes
 
 
@@ -117,20 +119,27 @@ class News:
         """Let the receiver's model use the arena, which takes the place of an earlier one, at this version."""
         if receiver.attached is None or receiver.attached.handle != self.handle:
             made = Attachment(self.handle, receiver._scheme, receiver.worker_idx)
+            try:
+                receiver._strategy.check_weights(model, made.subscriber.weights)
+            except ManifestMismatch:
+                made.close()  # an arena that nobody can use is made anew
+                raise
             receiver.leave()  # a module is bound to one arena
             receiver.attached = made
-        try:
-            receiver.attached.move_to(self.label.version)
-            receiver.attached.bind(model)
-        except ManifestMismatch:
-            receiver.leave()  # an arena that nobody can use is made anew
-            raise
+        receiver.attached.move_to(self.label.version)
+        receiver.attached.bind(model)
         if isinstance(model, nn.Module):
             for path, state in self.label.extra.items():
                 model.get_submodule(".".join(path)).set_extra_state(state)
 
 
 # ---- in the trainer
+
+
+def ask(exchange: Exchange, index: int) -> Steps:
+    """Ask a worker where it runs."""
+    transport: Any = exchange.workers[index]
+    transport.node = yield transport.call(here)
 
 
 class NodeFanOut:
@@ -153,15 +162,15 @@ class NodeFanOut:
     ) -> Exchange:
         """Begin a send.
 
-        Raises ValueError when some of the workers that share an arena are chosen, but not all, and what publishing on
-        this node raises; then nothing was sent.
+        Raises ValueError when some of the workers that share an arena are chosen, but not all, WorkerDied and
+        AckTimeout when that cannot be known, and what publishing on this node raises; then nothing was sent.
         """
         if self._closed:
             raise ClosedError("this scheme was shut down, and its arenas are gone; make a new one")
-        _check_whole_nodes(chosen, everybody)
+        self._check_whole_nodes(label.version, chosen, everybody, deadline)
         refuse_odd(leaves_of(source)[0])
         news: dict[str, News] = {}  # by node
-        leaders: dict[str, Any] = {}  # by node: the first of its workers that owes no answer
+        leaders: dict[str, int] = {}  # by node: the first of its workers that owes no answer
         packed: list[Any] = []  # what leaders get, once there is one
 
         def near() -> News:
@@ -172,25 +181,47 @@ class NodeFanOut:
         def steps(exchange: Exchange, index: int) -> Steps:
             transport: Any = chosen[index]
             if transport.node is None:
-                transport.node = yield transport.call(here)
+                yield from ask(exchange, index)
             node = transport.node
             if node == self._home:
                 near()
             while node not in news:
-                if leaders.setdefault(node, transport) is not transport:
-                    if leaders[node] in exchange.open.values():
-                        yield None  # until it has published
-                    else:
-                        del leaders[node]
-                    continue
-                if not packed:
-                    packed.append(transport.wrap(self._packer.pack(source, label.model_id, label.version)))
-                news[node] = yield transport.call(publish_here, packed[0], *self._options)
+                leader = leaders.setdefault(node, index)
+                if leader == index:
+                    if not packed:
+                        packed.append(transport.wrap(self._packer.pack(source, label.model_id, label.version)))
+                    news[node] = yield transport.call(publish_here, packed[0], *self._options)
+                elif leader in exchange.open:
+                    yield None  # until it has published
+                elif leader in exchange.outcome.failed:  # others of its node keep what they have, too
+                    raise Failed(exchange.outcome.failed[leader])
+                else:
+                    del leaders[node]
             yield transport.start(news[node])
 
         if any(transport.node == self._home for transport in chosen.values()):
             near()  # refuses what does not fit before anything is sent
         return Exchange(label.version, chosen, steps)
+
+    def _check_whole_nodes(
+        self,
+        version: int,
+        chosen: Mapping[int, RemoteTransport],
+        everybody: Mapping[int, RemoteTransport],
+        deadline: float,
+    ) -> None:
+        living = {index: each for index, each in everybody.items() if each.connected and not each.reported}
+        if living.keys() <= chosen.keys():
+            return
+        unknown = {index: each for index, each in living.items() if each.node is None}
+        Exchange(version, unknown, ask, _WORDING).finish(deadline, "only the question where each worker runs")
+        nodes = {transport.node for transport in chosen.values()}
+        left_out = [index for index, each in living.items() if index not in chosen and each.node in nodes]
+        if left_out:
+            raise ValueError(
+                f"workers {left_out} share one arena with workers of this send, which cannot reach {sorted(chosen)} "
+                "alone; send to all workers of a node, or use fan_out=None"
+            )
 
     def last_weights(self) -> Any:
         """A copy of what was sent last; None: nothing yet."""
@@ -203,13 +234,3 @@ class NodeFanOut:
         """End the arena of this node. Idempotent."""
         self._closed = True
         self._near.close()
-
-
-def _check_whole_nodes(chosen: Mapping[int, RemoteTransport], everybody: Mapping[int, RemoteTransport]) -> None:
-    nodes = {transport.node for transport in chosen.values()} - {None}
-    left_out = [i for i, t in everybody.items() if i not in chosen and t.node in nodes and not t.reported]
-    if left_out:
-        raise ValueError(
-            f"workers {left_out} share one arena with workers of this send, which cannot reach {sorted(chosen)} alone; "
-            "send to all workers of a node, or use fan_out=None"
-        )
