@@ -20,9 +20,10 @@ def test_the_workers_of_a_node_share_one_arena_that_they_cannot_write(fleet):
     assert inodes[1] == inodes[2] and len(set(inodes)) == 3
     with pytest.raises(ValueError, match="share one arena"):
         group.send(40, workers=1)
-    with pytest.raises(shmsync.ManifestMismatch, match="bias"):
-        group.trainer.call(parts.send_what_does_not_fit)
-    assert group.look(0) == [(30, 3)]
+    for refused in (parts.send_what_does_not_fit, parts.send_a_part):
+        with pytest.raises(shmsync.ManifestMismatch, match="bias"):
+            group.trainer.call(refused)
+        assert group.look() == [(30, 3)] * 4
 
 
 @pytest.mark.parametrize("nodes", [["home", "home", "home"], ["home", "a", "a"]])

@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy
 import torch
 from tensordict import TensorDictBase
+from torch import nn
 from typing_extensions import override
 
 from ... import _native
@@ -37,9 +38,11 @@ from ...engine.source.dtypes import Dtypes
 from ...engine.source.manifest_check import direct
 from ...engine.source.sources import check_keys
 from ...engine.subscriber import Consistency
+from ...errors import ManifestMismatch
 from ...memory.arena import nested, view
 from ...memory.devices import laid_out
 from ...memory.manifest import Key, Manifest
+from ...memory.segment import Handle
 from ...memory.torch_modes import run_plainly
 from ..api import WeightSyncScheme
 from ..attachment import Attachment
@@ -64,6 +67,13 @@ class Label(NamedTuple):
     is_tensordict: bool  # else it unpickles as a flat dict
     manifest: bytes  # JSON
     extra: dict[Key, Any]  # what modules keep beside their tensors
+
+
+class News(NamedTuple):
+    """Weights that lie in an arena of the worker's node. WeightReceiver.apply_weights() takes them like others."""
+
+    label: Label  # without a manifest: the arena has it
+    handle: Handle
 
 
 class PackedWeights:
@@ -229,7 +239,7 @@ class RemoteTransport(ABC):
 
     @abstractmethod
     def start(self, content: Any) -> Request:
-        """Send what wrap() gave, or News (nodes.py). Answered when the worker has applied it. Raises Dead, Failed."""
+        """Send what wrap() gave, or News. Answered when the worker has applied it. Raises Dead, Failed."""
 
     @staticmethod
     @abstractmethod
@@ -523,7 +533,7 @@ class RemoteReceiver(WeightReceiver):
         super()._start_here()
         self._applying = threading.Lock()
         self._news = threading.Event()
-        self.attached: Attachment | None = None  # to the arena of its node
+        self._attached: Attachment | None = None  # to the arena of its node
 
     @override
     def _connect(self, arguments: Arguments) -> None:
@@ -533,7 +543,7 @@ class RemoteReceiver(WeightReceiver):
     @override
     def version(self) -> int:
         """The version that the model uses now; 0: as it came. With fan_out="node" each forward uses the newest."""
-        return self._version if self.attached is None else self.attached.version
+        return self._version if self._attached is None else self._attached.version
 
     @override
     def apply_weights(self, weights: Any) -> None:
@@ -552,8 +562,8 @@ class RemoteReceiver(WeightReceiver):
             self._own((label.model_id, None))  # raises for another model
         with self._applying:
             model = self._resolve_model_ref()
-            if hasattr(weights, "handle"):  # nodes.News
-                weights.apply(self, model)
+            if isinstance(weights, News):
+                self._attach(weights, model)
             else:
                 self._strategy.apply_weights(model, weights)
             self._version = self._version + 1 if label is None else label.version
@@ -573,14 +583,30 @@ class RemoteReceiver(WeightReceiver):
             self._news.clear()
         return came
 
+    def _attach(self, news: News, model: Any) -> None:
+        """Let the model use the arena, which takes the place of an earlier one, at this version."""
+        if self._attached is None or self._attached.handle != news.handle:
+            made = Attachment(news.handle, self._scheme, self._worker_idx)
+            try:
+                self._strategy.check_weights(model, made.subscriber.weights)
+            except ManifestMismatch:
+                made.close()  # an arena that nobody can use is made anew
+                raise
+            self._leave()  # a module is bound to one arena
+            self._attached = made
+        self._attached.move_to(news.label.version)
+        self._attached.bind(model)
+        if isinstance(model, nn.Module):
+            for path, state in news.label.extra.items():
+                model.get_submodule(".".join(path)).set_extra_state(state)
+
     @override
     def close(self) -> None:
         """Leave the arena; a bound module raises ClosedError when it is called from now on."""
         with self._applying:
-            self.leave()
+            self._leave()
 
-    def leave(self) -> None:
-        """Leave the arena, inside apply_weights() or close()."""
-        if self.attached is not None:
-            self.attached.close()
-            self.attached = None
+    def _leave(self) -> None:
+        if self._attached is not None:
+            self._attached.close()
+            self._attached = None

@@ -37,8 +37,9 @@ from ...engine.outcome import Failure
 from ...errors import ProtocolError, WriterDied
 from ..context import Arguments
 from ..strategy import WeightStrategy
-from .base import Dead, Failed, Label, PackedWeights, RemoteReceiver, RemoteScheme, RemoteTransport, Request, unpack
-from .nodes import News, NodeFanOut
+from .base import Dead, Failed, Label, News, PackedWeights, RemoteReceiver, RemoteScheme, RemoteTransport, Request
+from .base import unpack as unpacked
+from .nodes import NodeFanOut
 
 _log = logging.getLogger("shmsync")
 
@@ -389,7 +390,7 @@ class DistributedTransport(RemoteTransport):
         if self.rank is None:
             return None
         size = int(receive(8, 0, _INITIAL, self.timeout).view(torch.int64))
-        weights = unpack(*pickle.loads(receive(size, 0, _INITIAL, self.timeout).numpy().data))
+        weights = unpacked(*pickle.loads(receive(size, 0, _INITIAL, self.timeout).numpy().data))
         if self.weights_buffer is None:
             return weights
         WeightStrategy().apply_weights(self.weights_buffer, weights)
@@ -459,7 +460,7 @@ class DistributedTransport(RemoteTransport):
             return message.content
         buffer = receive(message.size, message.source, message.tag, self.timeout, self._buffer)
         self._buffer = buffer if self.uses_one_buffer else None
-        return unpack(message.content, buffer)
+        return unpacked(message.content, buffer)
 
     @override
     def send_ack(self, message: str = "updated", content: Any = None) -> None:
