@@ -22,6 +22,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent import futures
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -192,20 +193,6 @@ class Failed(Exception):
         self.failure = failure
 
 
-class Request(ABC):
-    """A message to one worker, under way. `exchange`: the send that it is part of."""
-
-    exchange: Exchange | None = None
-
-    @abstractmethod
-    def done(self) -> bool:
-        """Has the worker answered, or is it known to be dead? Never waits."""
-
-    @abstractmethod
-    def result(self) -> Any:
-        """The answer, once it is done. Raises Dead, Failed."""
-
-
 class RemoteTransport(ABC):
     """Reaches one worker. Each engine has its own.
 
@@ -213,12 +200,14 @@ class RemoteTransport(ABC):
         timeout: seconds that send_weights() and wait_ack() wait; math.inf waits without limit, None is 60.
 
     Attributes:
-        request: the one that its worker has not answered, as far as was looked.
+        request: the one that its worker has not answered, as far as was looked: a future.
+        exchange: the send that it is part of.
         reported: WorkerDied has named it, so that sends leave it out.
         node: where the worker runs, once it is known; only for fan_out="node".
     """
 
-    request: Request | None = None
+    request: Any = None
+    exchange: Exchange | None = None
     reported = False
     node: str | None = None
 
@@ -238,13 +227,17 @@ class RemoteTransport(ABC):
         return packed
 
     @abstractmethod
-    def start(self, content: Any) -> Request:
-        """Send what wrap() gave, or News. Answered when the worker has applied it. Raises Dead, Failed."""
+    def start(self, content: Any) -> Any:
+        """Send what wrap() gave, or News; a future, done when the worker has applied it. Raises Dead, Failed."""
+
+    def answer(self, request: Any) -> Any:
+        """What the worker answered to a request that is done. Raises Dead, Failed."""
+        return request.result()
 
     @staticmethod
-    @abstractmethod
     def wait(requests: Sequence[Any], seconds: float) -> None:
         """Until all of these requests are done; at most so many seconds."""
+        futures.wait(requests, seconds)
 
     def send_weights(self, model_id: Any = "policy", weights: Any = None) -> None:
         """Send a TensorDict or a dict, and wait until the worker has applied it.
@@ -296,7 +289,7 @@ class RemoteTransport(ABC):
 # ---- all workers of a send
 
 
-Steps = Generator["Request | None", Any, None]  # yields requests, gets answers; None: it waits for another worker
+Steps = Generator[Any, Any, None]  # yields requests, gets answers; None: it waits for another worker
 
 
 def one_step(transport: RemoteTransport, content: Any) -> Steps:
@@ -314,7 +307,7 @@ class Exchange(Posted):
         wording: of the errors.
 
     Attributes:
-        open: the workers of which more is to come.
+        open: what is to come, by worker; those that are done are not in it.
     """
 
     def __init__(
@@ -325,17 +318,16 @@ class Exchange(Posted):
         wording: Wording = WORDING,
     ) -> None:
         super().__init__(version, transports, outcome=Outcome(wording))
-        self.open: dict[int, RemoteTransport] = dict(transports)
-        self._steps = {index: steps(self, index) for index in transports}
+        self.open = {index: steps(self, index) for index in transports}
         self._advance_all()
 
     def finish(self, deadline: float, what: str) -> None:
         """Wait for the answers until the monotonic time `deadline`, and raise what went wrong with `what`."""
         while self.open:
             now = time.monotonic()
-            requests = [each.request for each in self.open.values() if each.request is not None]
-            (transport, *_) = self.open.values()
-            transport.wait(requests, max(0.0, min(deadline - now, SLICE)))
+            transports = [self.workers[index] for index in self.open]
+            requests = [each.request for each in transports if each.request is not None]
+            transports[0].wait(requests, max(0.0, min(deadline - now, SLICE)))
             self._advance_all()
             if now >= deadline:
                 break
@@ -346,30 +338,26 @@ class Exchange(Posted):
         outcome.check(what, self.version)
 
     def _advance_all(self) -> None:
-        changed = True
-        while changed:  # where one worker is done, another may begin
-            changed = False
-            for each in list(self.open.items()):
-                changed |= self._advance(*each)
+        while any(list(map(self._advance, list(self.open)))):
+            pass  # where one worker is done, another may begin
 
-    def _advance(self, index: int, transport: RemoteTransport) -> bool:
+    def _advance(self, index: int) -> bool:
         """Take in the answer of this worker, if it is there, and begin what comes next. Has anything changed?"""
-        request, answer = transport.request, None
+        transport = self.workers[index]
+        request, exchange, answer = transport.request, transport.exchange, None
         try:
             if request is not None:
                 if not request.done():
                     return False
-                transport.request = None
+                transport.request = transport.exchange = None
                 try:
-                    answer = request.result()
+                    answer = transport.answer(request)
                 except Failed:
-                    if request.exchange is self:
+                    if exchange is self:
                         raise
-                if request.exchange is not self:  # of an earlier send: this one has not begun
-                    answer = None
-            begun = self._steps[index].send(answer)
+            begun = self.open[index].send(answer if exchange is self else None)  # else this one has not begun
             if begun is not None:
-                begun.exchange, transport.request = self, begun
+                transport.request, transport.exchange = begun, self
             return begun is not None
         except StopIteration:
             self.outcome.done.append(index)

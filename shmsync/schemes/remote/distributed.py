@@ -37,8 +37,7 @@ from ...engine.outcome import Failure
 from ...errors import ProtocolError, WriterDied
 from ..context import Arguments
 from ..strategy import WeightStrategy
-from .base import Dead, Failed, Label, News, PackedWeights, RemoteReceiver, RemoteScheme, RemoteTransport, Request
-from .base import unpack as unpacked
+from .base import Dead, Failed, Label, News, PackedWeights, RemoteReceiver, RemoteScheme, RemoteTransport, unpack
 from .nodes import NodeFanOut
 
 _log = logging.getLogger("shmsync")
@@ -140,8 +139,8 @@ class Message(NamedTuple):
     call: tuple[Any, ...] | None  # (function, arguments): answer what it returns; None: apply the content
 
 
-class RankRequest(Request):
-    """A message that a rank has not answered. `expected`: the word that means that all went well."""
+class RankRequest:
+    """A message to a rank, as a future of its answer. `expected`: the word that means that all went well."""
 
     expected = UPDATED
 
@@ -165,7 +164,6 @@ class RankRequest(Request):
         except dist.DistError as error:
             raise Dead(lost(error)) from error
 
-    @override
     def done(self) -> bool:
         """Take the answer, if it is there. If not, now and then find out whether the rank is dead."""
         now = time.monotonic()
@@ -194,8 +192,8 @@ class RankRequest(Request):
                 self._answer = word, content
         return self._answer is not None
 
-    @override
     def result(self) -> Any:
+        """The answer, once it is done. Raises Dead, Failed."""
         _kept.pop(self._key, None)
         if self._answer is None:
             raise Dead(self._dead)
@@ -390,7 +388,7 @@ class DistributedTransport(RemoteTransport):
         if self.rank is None:
             return None
         size = int(receive(8, 0, _INITIAL, self.timeout).view(torch.int64))
-        weights = unpacked(*pickle.loads(receive(size, 0, _INITIAL, self.timeout).numpy().data))
+        weights = unpack(*pickle.loads(receive(size, 0, _INITIAL, self.timeout).numpy().data))
         if self.weights_buffer is None:
             return weights
         WeightStrategy().apply_weights(self.weights_buffer, weights)
@@ -460,7 +458,7 @@ class DistributedTransport(RemoteTransport):
             return message.content
         buffer = receive(message.size, message.source, message.tag, self.timeout, self._buffer)
         self._buffer = buffer if self.uses_one_buffer else None
-        return unpacked(message.content, buffer)
+        return unpack(message.content, buffer)
 
     @override
     def send_ack(self, message: str = "updated", content: Any = None) -> None:
