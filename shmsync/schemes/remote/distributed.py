@@ -32,10 +32,11 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from ...engine.deadlines import deadline_after
+from ...engine.deadlines import deadline_after, timeout_or_none
 from ...engine.outcome import Failure
 from ...errors import ProtocolError, WriterDied
 from ..context import Arguments
+from ..receiver import WeightReceiver
 from ..strategy import WeightStrategy
 from .base import Dead, Failed, Label, News, PackedWeights, RemoteReceiver, RemoteScheme, RemoteTransport, unpack
 from .nodes import NodeFanOut
@@ -268,17 +269,15 @@ class DistributedReceiver(RemoteReceiver):
         sender dies in the middle of a transfer, ValueError without a model.
         """
         self._scheme.check_open("receive")
+        timeout = timeout_or_none(timeout)
         try:
-            received = None if self._transport is None else self._transport.receive_weights(timeout)
-            if received is not None:
-                self.apply_weights(received)
+            return WeightReceiver.receive(self, timeout)
         except WriterDied:
             raise
         except Exception as error:
             self._resolve_model_ref()  # a receiver without a model raises here too
             _log.warning("weights of %r were refused: %s", self._model_id, error)
             return False
-        return received is not None
 
     @override
     def apply_weights(self, weights: Any) -> None:
