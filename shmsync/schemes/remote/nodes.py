@@ -1,10 +1,10 @@
 """fan_out="node": one copy of the weights goes to each node, and all of its workers attach to it there.
 
-A send asks each worker for its node, once; one to some of the workers also asks the others, since all workers of a
-node have the same version. It then asks one worker of each node, the leader, to publish the weights,
-which reach it by the engine's own means (transport.call()). The answer is News: where the arena is, and which version
-it has. All workers of the node get the News in place of weights, attach to the arena and bind their module to it. On
-the trainer's own node the trainer publishes, and nobody leads.
+A send asks each worker for its node, once. A send to some of the workers also asks the others, because all workers of
+a node have the same version. It then asks one worker of each node, the leader, to publish the weights, which reach it
+by the engine's own means (transport.call()). The answer is News: where the arena is, and which version it has. All
+workers of the node get the News in place of weights, attach to the arena and bind their module to it. On the trainer's
+own node the trainer publishes, and nobody leads.
 
 When a leader dies, or still owes an answer to an earlier send, another worker of its node leads from then on, with an
 arena of its own; the workers that attached to the earlier one move over. An arena ends with its leader's process.
@@ -39,9 +39,8 @@ def here(_: Any = None) -> str:
 
 # ---- in the process that publishes
 
-_led: dict[
-    str, tuple[str, ModelArenas]
-] = {}  # by model: the session of a sender, and what this process publishes of it
+# What this process publishes, by model, and the session of its sender.
+_led: dict[str, tuple[str, ModelArenas]] = {}
 
 
 def publish_here(weights: Any, options: ArenaOptions) -> News:
@@ -160,9 +159,9 @@ class NodeFanOut:
 
     def last_weights(self) -> Any:
         """A copy of what was sent last; None: nothing yet."""
-        packed, near = self._packer.newest, self._newest
-        if near is not None and (packed is None or near.label.version >= packed.label.version):
-            return self._near.by_group[ALL].state_dict() | by_name(near.label.extra)
+        packed, near, news = self._packer.newest, self._near.by_group.get(ALL), self._newest
+        if near is not None and news is not None and (packed is None or near.version >= packed.label.version):
+            return near.state_dict() | by_name(news.label.extra)
         return None if packed is None else unpack(packed.label, packed.buffer.clone())
 
     def close(self) -> None:
