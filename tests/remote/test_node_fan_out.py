@@ -20,9 +20,39 @@ def test_the_workers_of_a_node_share_one_arena_that_they_cannot_write(fleet):
     assert inodes[1] == inodes[2] and len(set(inodes)) == 3
     with pytest.raises(ValueError, match="share one arena"):
         group.send(40, workers=1)
-    with pytest.raises(shmsync.ManifestMismatch, match="bias"):
-        group.trainer.call(parts.send_what_does_not_fit)
-    assert group.look(0) == [(30, 3)]
+    for refused in (parts.send_what_does_not_fit, parts.send_a_part):
+        with pytest.raises(shmsync.ManifestMismatch, match="bias"):
+            group.trainer.call(refused)
+        assert group.look() == [(30, 3)] * 4
+
+
+@pytest.mark.parametrize("nodes", [["home", "home", "home"], ["home", "a", "a"]])
+def test_a_send_to_a_part_of_a_node_is_refused_before_the_nodes_are_known_too(fleet, nodes):
+    group = fleet("distributed", 2, nodes=nodes).open(fan_out="node")
+    for who in (1, 0):
+        with pytest.raises(ValueError, match="share one arena"):
+            group.send(5, workers=who)
+    assert group.look() == [(0, 0)] * 2
+    group.trainer.call(parts.replace, 1, 2)
+    group.workers[1].stop()
+    with naming(shmsync.AckTimeout, [1], match="only the question where each worker runs was sent"):
+        group.send(6, workers=0, timeout=0.5)
+    group.workers[1].resume()
+    version = group.send(7)
+    assert group.look() == [(7, version)] * 2
+
+
+def test_weights_that_fit_no_worker_change_none_whoever_leads(fleet):
+    group = fleet("distributed", 3, nodes=["home", "a", "a", "a"]).open(fan_out="node")
+    assert group.send(1) == 1
+    for survivors in ([0, 1, 2], [1, 2]):
+        with pytest.raises(shmsync.ManifestMismatch, match="bias"):
+            group.trainer.call(parts.send_what_does_not_fit)
+        assert group.look(*survivors) == [(1, 1)] * len(survivors)
+        if 0 in survivors:
+            group.workers[0].kill()
+    version = group.send(2)
+    assert group.look(1, 2) == [(2, version)] * 2
 
 
 def test_first_weights_that_fit_no_worker_do_not_decide_what_comes_later(fleet):

@@ -22,12 +22,14 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent import futures
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy
 import torch
 from tensordict import TensorDictBase
+from torch import nn
 from typing_extensions import override
 
 from ... import _native
@@ -37,9 +39,11 @@ from ...engine.source.dtypes import Dtypes
 from ...engine.source.manifest_check import direct
 from ...engine.source.sources import check_keys
 from ...engine.subscriber import Consistency
+from ...errors import ManifestMismatch
 from ...memory.arena import nested, view
 from ...memory.devices import laid_out
 from ...memory.manifest import Key, Manifest
+from ...memory.segment import Handle
 from ...memory.torch_modes import run_plainly
 from ..api import WeightSyncScheme
 from ..attachment import Attachment
@@ -49,7 +53,7 @@ from ..sender import Posted, WeightSender
 from ..strategy import STATE_KEY, Form, leaves_of, refuse_odd
 
 DEFAULT_TIMEOUT = 60.0  # seconds
-_WORDING = Wording("its process may be starting, stopped, or busy with a call that came before")
+WORDING = Wording("its process may be starting, stopped, or busy with a call that came before")
 
 
 # ---- the weights on their way
@@ -64,6 +68,13 @@ class Label(NamedTuple):
     is_tensordict: bool  # else it unpickles as a flat dict
     manifest: bytes  # JSON
     extra: dict[Key, Any]  # what modules keep beside their tensors
+
+
+class News(NamedTuple):
+    """Weights that lie in an arena of the worker's node. WeightReceiver.apply_weights() takes them like others."""
+
+    label: Label  # without a manifest: the arena has it
+    handle: Handle
 
 
 class PackedWeights:
@@ -182,20 +193,6 @@ class Failed(Exception):
         self.failure = failure
 
 
-class Request(ABC):
-    """A message to one worker, under way. `exchange`: the send that it is part of."""
-
-    exchange: Exchange | None = None
-
-    @abstractmethod
-    def done(self) -> bool:
-        """Has the worker answered, or is it known to be dead? Never waits."""
-
-    @abstractmethod
-    def result(self) -> Any:
-        """The answer, once it is done. Raises Dead, Failed."""
-
-
 class RemoteTransport(ABC):
     """Reaches one worker. Each engine has its own.
 
@@ -203,12 +200,14 @@ class RemoteTransport(ABC):
         timeout: seconds that send_weights() and wait_ack() wait; math.inf waits without limit, None is 60.
 
     Attributes:
-        request: the one that its worker has not answered, as far as was looked.
+        request: the one that its worker has not answered, as far as was looked: a future.
+        exchange: the send that it is part of.
         reported: WorkerDied has named it, so that sends leave it out.
         node: where the worker runs, once it is known; only for fan_out="node".
     """
 
-    request: Request | None = None
+    request: Any = None
+    exchange: Exchange | None = None
     reported = False
     node: str | None = None
 
@@ -228,13 +227,17 @@ class RemoteTransport(ABC):
         return packed
 
     @abstractmethod
-    def start(self, content: Any) -> Request:
-        """Send what wrap() gave, or News (nodes.py). Answered when the worker has applied it. Raises Dead, Failed."""
+    def start(self, content: Any) -> Any:
+        """Send what wrap() gave, or News; a future, done when the worker has applied it. Raises Dead, Failed."""
+
+    def answer(self, request: Any) -> Any:
+        """What the worker answered to a request that is done. Raises Dead, Failed."""
+        return request.result()
 
     @staticmethod
-    @abstractmethod
     def wait(requests: Sequence[Any], seconds: float) -> None:
         """Until all of these requests are done; at most so many seconds."""
+        futures.wait(requests, seconds)
 
     def send_weights(self, model_id: Any = "policy", weights: Any = None) -> None:
         """Send a TensorDict or a dict, and wait until the worker has applied it.
@@ -286,7 +289,7 @@ class RemoteTransport(ABC):
 # ---- all workers of a send
 
 
-Steps = Generator["Request | None", Any, None]  # yields requests, gets answers; None: it waits for another worker
+Steps = Generator[Any, Any, None]  # yields requests, gets answers; None: it waits for another worker
 
 
 def one_step(transport: RemoteTransport, content: Any) -> Steps:
@@ -301,26 +304,30 @@ class Exchange(Posted):
         version: of the weights.
         transports: by worker.
         steps: gives the requests of a worker, one after the other; each gets the answer to the last.
+        wording: of the errors.
 
     Attributes:
-        open: the workers of which more is to come.
+        open: what is to come, by worker; those that are done are not in it.
     """
 
     def __init__(
-        self, version: int, transports: Mapping[int, RemoteTransport], steps: Callable[[Exchange, int], Steps]
+        self,
+        version: int,
+        transports: Mapping[int, RemoteTransport],
+        steps: Callable[[Exchange, int], Steps],
+        wording: Wording = WORDING,
     ) -> None:
-        super().__init__(version, transports, outcome=Outcome(_WORDING))
-        self.open: dict[int, RemoteTransport] = dict(transports)
-        self._steps = {index: steps(self, index) for index in transports}
+        super().__init__(version, transports, outcome=Outcome(wording))
+        self.open = {index: steps(self, index) for index in transports}
         self._advance_all()
 
     def finish(self, deadline: float, what: str) -> None:
         """Wait for the answers until the monotonic time `deadline`, and raise what went wrong with `what`."""
         while self.open:
             now = time.monotonic()
-            requests = [each.request for each in self.open.values() if each.request is not None]
-            (transport, *_) = self.open.values()
-            transport.wait(requests, max(0.0, min(deadline - now, SLICE)))
+            transports = [self.workers[index] for index in self.open]
+            requests = [each.request for each in transports if each.request is not None]
+            transports[0].wait(requests, max(0.0, min(deadline - now, SLICE)))
             self._advance_all()
             if now >= deadline:
                 break
@@ -331,30 +338,26 @@ class Exchange(Posted):
         outcome.check(what, self.version)
 
     def _advance_all(self) -> None:
-        changed = True
-        while changed:  # where one worker is done, another may begin
-            changed = False
-            for each in list(self.open.items()):
-                changed |= self._advance(*each)
+        while any(list(map(self._advance, list(self.open)))):
+            pass  # where one worker is done, another may begin
 
-    def _advance(self, index: int, transport: RemoteTransport) -> bool:
+    def _advance(self, index: int) -> bool:
         """Take in the answer of this worker, if it is there, and begin what comes next. Has anything changed?"""
-        request, answer = transport.request, None
+        transport = self.workers[index]
+        request, exchange, answer = transport.request, transport.exchange, None
         try:
             if request is not None:
                 if not request.done():
                     return False
-                transport.request = None
+                transport.request = transport.exchange = None
                 try:
-                    answer = request.result()
+                    answer = transport.answer(request)
                 except Failed:
-                    if request.exchange is self:
+                    if exchange is self:
                         raise
-                if request.exchange is not self:  # of an earlier send: this one has not begun
-                    answer = None
-            begun = self._steps[index].send(answer)
+            begun = self.open[index].send(answer if exchange is self else None)  # else this one has not begun
             if begun is not None:
-                begun.exchange, transport.request = self, begun
+                transport.request, transport.exchange = begun, self
             return begun is not None
         except StopIteration:
             self.outcome.done.append(index)
@@ -518,7 +521,7 @@ class RemoteReceiver(WeightReceiver):
         super()._start_here()
         self._applying = threading.Lock()
         self._news = threading.Event()
-        self.attached: Attachment | None = None  # to the arena of its node
+        self._attached: Attachment | None = None  # to the arena of its node
 
     @override
     def _connect(self, arguments: Arguments) -> None:
@@ -528,7 +531,7 @@ class RemoteReceiver(WeightReceiver):
     @override
     def version(self) -> int:
         """The version that the model uses now; 0: as it came. With fan_out="node" each forward uses the newest."""
-        return self._version if self.attached is None else self.attached.version
+        return self._version if self._attached is None else self._attached.version
 
     @override
     def apply_weights(self, weights: Any) -> None:
@@ -547,8 +550,8 @@ class RemoteReceiver(WeightReceiver):
             self._own((label.model_id, None))  # raises for another model
         with self._applying:
             model = self._resolve_model_ref()
-            if hasattr(weights, "handle"):  # nodes.News
-                weights.apply(self, model)
+            if isinstance(weights, News):
+                self._attach(weights, model)
             else:
                 self._strategy.apply_weights(model, weights)
             self._version = self._version + 1 if label is None else label.version
@@ -568,14 +571,30 @@ class RemoteReceiver(WeightReceiver):
             self._news.clear()
         return came
 
+    def _attach(self, news: News, model: Any) -> None:
+        """Let the model use the arena, which takes the place of an earlier one, at this version."""
+        if self._attached is None or self._attached.handle != news.handle:
+            made = Attachment(news.handle, self._scheme, self._worker_idx)
+            try:
+                self._strategy.check_weights(model, made.subscriber.weights)
+            except ManifestMismatch:
+                made.close()  # an arena that nobody can use is made anew
+                raise
+            self._leave()  # a module is bound to one arena
+            self._attached = made
+        self._attached.move_to(news.label.version)
+        self._attached.bind(model)
+        if isinstance(model, nn.Module):
+            for path, state in news.label.extra.items():
+                model.get_submodule(".".join(path)).set_extra_state(state)
+
     @override
     def close(self) -> None:
         """Leave the arena; a bound module raises ClosedError when it is called from now on."""
         with self._applying:
-            self.leave()
+            self._leave()
 
-    def leave(self) -> None:
-        """Leave the arena, inside apply_weights() or close()."""
-        if self.attached is not None:
-            self.attached.close()
-            self.attached = None
+    def _leave(self) -> None:
+        if self._attached is not None:
+            self._attached.close()
+            self._attached = None

@@ -32,13 +32,14 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from ...engine.deadlines import deadline_after
+from ...engine.deadlines import deadline_after, timeout_or_none
 from ...engine.outcome import Failure
 from ...errors import ProtocolError, WriterDied
 from ..context import Arguments
+from ..receiver import WeightReceiver
 from ..strategy import WeightStrategy
-from .base import Dead, Failed, Label, PackedWeights, RemoteReceiver, RemoteScheme, RemoteTransport, Request, unpack
-from .nodes import News, NodeFanOut
+from .base import Dead, Failed, Label, News, PackedWeights, RemoteReceiver, RemoteScheme, RemoteTransport, unpack
+from .nodes import NodeFanOut
 
 _log = logging.getLogger("shmsync")
 
@@ -139,8 +140,8 @@ class Message(NamedTuple):
     call: tuple[Any, ...] | None  # (function, arguments): answer what it returns; None: apply the content
 
 
-class RankRequest(Request):
-    """A message that a rank has not answered. `expected`: the word that means that all went well."""
+class RankRequest:
+    """A message to a rank, as a future of its answer. `expected`: the word that means that all went well."""
 
     expected = UPDATED
 
@@ -164,7 +165,6 @@ class RankRequest(Request):
         except dist.DistError as error:
             raise Dead(lost(error)) from error
 
-    @override
     def done(self) -> bool:
         """Take the answer, if it is there. If not, now and then find out whether the rank is dead."""
         now = time.monotonic()
@@ -193,8 +193,8 @@ class RankRequest(Request):
                 self._answer = word, content
         return self._answer is not None
 
-    @override
     def result(self) -> Any:
+        """The answer, once it is done. Raises Dead, Failed."""
         _kept.pop(self._key, None)
         if self._answer is None:
             raise Dead(self._dead)
@@ -269,17 +269,15 @@ class DistributedReceiver(RemoteReceiver):
         sender dies in the middle of a transfer, ValueError without a model.
         """
         self._scheme.check_open("receive")
+        timeout = timeout_or_none(timeout)
         try:
-            received = None if self._transport is None else self._transport.receive_weights(timeout)
-            if received is not None:
-                self.apply_weights(received)
+            return WeightReceiver.receive(self, timeout)
         except WriterDied:
             raise
         except Exception as error:
             self._resolve_model_ref()  # a receiver without a model raises here too
             _log.warning("weights of %r were refused: %s", self._model_id, error)
             return False
-        return received is not None
 
     @override
     def apply_weights(self, weights: Any) -> None:

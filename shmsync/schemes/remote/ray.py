@@ -1,6 +1,6 @@
 """Weights for actors of Ray: those that have a method update_policy_weights_(), and those that hold a module.
 
-A send is one ray.put() of one flat buffer, then one call of each actor with the reference, then ray.wait() for all
+A send is one ray.put() of one flat buffer, then one call of each actor with the reference, then one wait for all
 calls. Ray brings the object to each node once; the actors of a node read the one copy in its object store. The call's
 return is the answer. What Ray reports of a dead actor is raised as WorkerDied.
 """
@@ -17,7 +17,7 @@ from ...engine.outcome import Failure
 from ...errors import ProtocolError
 from ..context import Arguments, find_object
 from ..strategy import Form
-from .base import Dead, Failed, PackedWeights, RemoteReceiver, RemoteScheme, RemoteSender, RemoteTransport, Request
+from .base import Dead, Failed, PackedWeights, RemoteReceiver, RemoteScheme, RemoteSender, RemoteTransport
 from .nodes import NodeFanOut
 
 TensorTransport = Literal["object_store", "nixl"]
@@ -132,49 +132,20 @@ class RayTransport(RemoteTransport):
             ) from error
 
     @override
-    def start(self, content: Any) -> RayRequest:
+    def start(self, content: Any) -> Any:
         name, argument = self.method
         try:
-            return RayRequest(getattr(self.actor, name).remote(**{argument: content}))
+            return getattr(self.actor, name).remote(**{argument: content}).future()
         except (AttributeError, TypeError) as error:  # it has no such method, or other parameters
             text = f"the actor does not take the weights: {error}; define its method {name}({argument})"
             raise Failed(Failure.of(TypeError(text))._replace(trace=text)) from error
 
-    def call(self, function: Callable[..., Any], content: Any = None, *args: Any) -> RayRequest:
+    def call(self, function: Callable[..., Any], content: Any = None, *args: Any) -> Any:
         """Call function(content, *args) in the actor's process; the answer is what that returns."""
-        return RayRequest(self.actor.__ray_call__.remote(_call, function, content, *args))
-
-    @staticmethod
-    @override
-    def wait(requests: Sequence[RayRequest], seconds: float) -> None:
-        import ray
-
-        waiting = {request.reference: request for request in requests if not request.ready}
-        if waiting:
-            ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=seconds, fetch_local=False)
-            for reference in ready:
-                waiting[reference].ready = True
-
-
-def _call(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
-
-
-class RayRequest(Request):
-    """A call of an actor's method. `reference`: what the call returned."""
-
-    def __init__(self, reference: Any) -> None:
-        self.reference = reference
-        self.ready = False
+        return self.actor.__ray_call__.remote(_call, function, content, *args).future()
 
     @override
-    def done(self) -> bool:
-        RayTransport.wait([self], 0.0)
-        return self.ready
-
-    @override
-    def result(self) -> Any:
-        import ray
+    def answer(self, request: Any) -> Any:
         from ray import exceptions
 
         gone = (
@@ -183,7 +154,7 @@ class RayRequest(Request):
             exceptions.ActorUnschedulableError, exceptions.RuntimeEnvSetupError, exceptions.ActorPlacementGroupRemoved,
         )  # fmt: skip
         try:
-            return ray.get(self.reference)
+            return request.result()
         except gone as error:
             final = not isinstance(error, exceptions.ActorUnavailableError)
             raise Dead(f"Ray: {' '.join(_plain(str(error)))[:300]}", final=final) from error
@@ -193,6 +164,10 @@ class RayRequest(Request):
                 raise Failed(Failure.of(cause)._replace(trace=str(error))) from error
             last = (_plain(str(error)) or [repr(error)])[-1]  # its class cannot be rebuilt here; it ends the text
             raise Failed(Failure(None, None, last, str(error))) from error
+
+
+def _call(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
 def _plain(text: str) -> list[str]:

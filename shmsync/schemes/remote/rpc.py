@@ -7,9 +7,7 @@ returned. What the agent reports of a dead worker is raised as WorkerDied.
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Sequence
+from concurrent import futures
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from typing_extensions import override
 from ...engine.outcome import Failure
 from ...errors import ProtocolError
 from ..context import Arguments
-from .base import Dead, Failed, RemoteScheme, RemoteTransport, Request
+from .base import Dead, Failed, RemoteScheme, RemoteTransport
 
 
 class RPCWeightSyncScheme(RemoteScheme):
@@ -79,15 +77,36 @@ class RPCTransport(RemoteTransport):
         return self.info is not None and self.rref is not None
 
     @override
-    def start(self, content: Any) -> RPCRequest:
-        return RPCRequest(self.info, self.collector_class.update_policy_weights_, self.rref, content)
+    def start(self, content: Any) -> futures.Future[Any]:
+        from torch.distributed import rpc
 
-    @staticmethod
+        if not self.check_connection():
+            raise ProtocolError("this process has no RPC agent; call torch.distributed.rpc.init_rpc() before you send")
+        args = self.collector_class.update_policy_weights_, self.rref, content
+        try:
+            # No time-out here: until the answer is there, the agent may still read the buffer that is sent.
+            sent = rpc.rpc_async(self.info, run_there, args=args, timeout=0)
+        except RuntimeError as error:
+            raise self._dead(error) from error
+        answered: futures.Future[Any] = futures.Future()
+        # A closure that keeps the arguments: the buffer is not used again before the answer is there.
+        sent.add_done_callback(lambda done, kept=args: answered.set_result(done))
+        return answered
+
     @override
-    def wait(requests: Sequence[RPCRequest], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        for request in requests:
-            request.answered.wait(max(0.0, deadline - time.monotonic()))
+    def answer(self, request: futures.Future[Any]) -> None:
+        try:
+            failure = request.result().wait()
+        except RuntimeError as error:  # the agent's own
+            raise self._dead(error) from error
+        except Exception as error:  # the other side has no such function or class
+            raise Failed(Failure(None, None, str(error).partition("\n")[0], str(error))) from error
+        if failure is not None:
+            raise Failed(failure)
+
+    def _dead(self, error: BaseException) -> Dead:
+        name = getattr(self.info, "name", self.info)
+        return Dead(f"RPC worker {name}: {' '.join(str(error).split())[:200]}")
 
     @override
     def check_connection(self) -> bool:
@@ -95,44 +114,6 @@ class RPCTransport(RemoteTransport):
         from torch.distributed import rpc
 
         return bool(rpc.is_available() and rpc.api._is_current_rpc_agent_set())
-
-
-class RPCRequest(Request):
-    """A remote procedure call under way."""
-
-    def __init__(self, to: Any, *args: Any) -> None:
-        from torch.distributed import rpc
-
-        if not rpc.api._is_current_rpc_agent_set():
-            raise ProtocolError("this process has no RPC agent; call torch.distributed.rpc.init_rpc() before you send")
-        self._name = getattr(to, "name", to)
-        try:
-            # No time-out here: until the answer is there, the agent may still read the buffer that is sent.
-            self._future: Any = rpc.rpc_async(to, run_there, args=args, timeout=0)
-        except RuntimeError as error:
-            raise self._dead(error) from error
-        # A closure that keeps the arguments: the buffer is not used again before the answer is there.
-        self.answered = threading.Event()
-        self._future.add_done_callback(lambda _, kept=args: self.answered.set())
-
-    @override
-    def done(self) -> bool:
-        return bool(self._future.done())
-
-    @override
-    def result(self) -> Any:
-        try:
-            answer = self._future.wait()
-        except RuntimeError as error:  # the agent's own
-            raise self._dead(error) from error
-        except Exception as error:  # the other side has no such function or class
-            raise Failed(Failure(None, None, str(error).partition("\n")[0], str(error))) from error
-        if isinstance(answer, Failure):
-            raise Failed(answer)
-        return answer
-
-    def _dead(self, error: BaseException) -> Dead:
-        return Dead(f"RPC worker {self._name}: {' '.join(str(error).split())[:200]}")
 
 
 def run_there(method: Any, rref: Any, weights: Any) -> Failure | None:

@@ -11,7 +11,7 @@ from collections import deque
 
 from shmsync.engine.outcome import Failure
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncScheme
-from shmsync.schemes.remote.base import Failed, RemoteScheme, RemoteTransport, Request
+from shmsync.schemes.remote.base import Failed, RemoteScheme, RemoteTransport
 from support.conformance.nets import Stamped, ask
 
 
@@ -43,7 +43,7 @@ class Address:
         self.silent = False  # it takes calls, and answers none
 
 
-class Calling(Request):
+class Calling:
     """A call that is carried out at once, and answered as soon as the worker is not silent any more."""
 
     def __init__(self, address, weights):
