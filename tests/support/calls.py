@@ -39,24 +39,6 @@ class Call(threading.Thread):
 
 
 @contextlib.contextmanager
-def meanwhile(function):
-    """Another thread calls it again and again; an error of it is raised at the end."""
-    over = threading.Event()
-
-    def repeat():
-        while not over.is_set():
-            function()
-
-    call = Call(repeat)
-    try:
-        yield
-    finally:
-        over.set()
-        call.join(PATIENCE)
-    call.result()
-
-
-@contextlib.contextmanager
 def naming(error, missing, match=None):
     """The calls inside raise this error, which names these workers, as a list or a set, and no others."""
     import pytest  # which the processes that tests start do not need

@@ -12,15 +12,15 @@ from tensordict import TensorDict
 import shmsync
 from shmsync.errors import ManifestMismatch, ReaderStalled
 from shmsync.schemes import SharedMemTransport, SharedMemWeightSyncScheme
-from support import holdings
 from support.conformance.nets import Slow, Stamped, Tied, numbers, shared
 from support.conformance.rigs import PipeRig
 from support.conformance.table import SHM
+from support.processes import mapping_at
 
 
 def mapping_of_weights(state):
     """(permissions, inode, path) of the pages where the model's weights are."""
-    return holdings.mapping_at(state.models["policy"].layer.weight.data_ptr())
+    return mapping_at(state.models["policy"].layer.weight.data_ptr())
 
 
 def slow_forward(state):

@@ -59,11 +59,14 @@ def test_a_send_returns_when_all_have_applied_it_or_raises_an_error_that_names_w
 def test_a_stopped_actor_is_late_and_gets_nothing_new_until_it_answers(crew):
     sender = sender_to(crew)
     sender.send(parts.net(1.0))
-    with processes.stopped(parts.ask(crew, "pid")[0]):
+    processes.stop(pid := parts.ask(crew, "pid")[0])
+    try:
         for value in (2.0, 3.0, 4.0):
             with naming(AckTimeout, [0]):
                 sender.send(parts.net(value), timeout=0.5)
             assert parts.ask(crew[1:], "look") == [(value, int(value))]
+    finally:
+        processes.resume(pid)
     for value in (5.0, 6.0, 7.0):
         assert sender.send(parts.net(value)) == int(value)
         assert parts.ask(crew, "look") == [(value, int(value))] * 2

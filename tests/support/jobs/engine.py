@@ -150,7 +150,3 @@ def read_until(state, reads, versions):
         accepted += 1
         seen.add(version)
     return accepted, len(seen), torn
-
-
-def bind(state, factory, *args, train=True, **kwargs):
-    state.module = state.sub.bind(factory(*args), **kwargs).train(train)
