@@ -6,9 +6,8 @@ from tensordict import TensorDict
 
 from shmsync.errors import AckTimeout, ManifestMismatch
 from support.calls import naming
-from support.conformance import peers
 from support.conformance.contexts import Context
-from support.conformance.nets import FORMS, Stamped, Tied, stamp
+from support.conformance.nets import FORMS, Stamped, Tied, numbers, stamp
 from support.conformance.peers import keep, look, receive
 
 
@@ -21,6 +20,10 @@ def join_with_tensordict(state, scheme):
     state.models["policy"] = TensorDict.from_module(Stamped(0)).data.clone()
     scheme.init_on_worker("policy", model=state.models["policy"], **state.given)
     keep(state, "policy", scheme)
+
+
+def values(state):
+    return numbers(state.models["policy"])
 
 
 def test_send_returns_a_version_that_grows(fleet):
@@ -150,4 +153,4 @@ def test_worker_may_hold_its_weights_in_a_tensordict(fleet):
     for worker in fleet.workers:
         worker.call(join_with_tensordict, scheme)
     scheme.get_sender().send(Stamped(3))
-    assert [worker.call(peers.values) for worker in fleet.workers] == [[3.0]] * 3
+    assert [worker.call(values) for worker in fleet.workers] == [{3.0}] * 3

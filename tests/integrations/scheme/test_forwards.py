@@ -12,7 +12,23 @@ from torch import nn
 import shmsync
 from support.calls import Call
 from support.processes import until, until_waits
-from support.torchrl.pair import Held, filled
+from support.weights import fill as filled
+
+
+class Held(nn.Linear):
+    """Its forward waits for `go`."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.entered, self.go = threading.Event(), threading.Event()
+
+    def __deepcopy__(self, memo):
+        return filled(Held(self.in_features, self.out_features), self.weight.mean().item())
+
+    def forward(self, x):
+        self.entered.set()
+        self.go.wait(10)
+        return super().forward(x)
 
 
 def test_nothing_moves_in_a_forward_and_everything_after_it(pair):

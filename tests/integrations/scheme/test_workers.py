@@ -9,7 +9,8 @@ import torch
 from tensordict import TensorDict
 
 import shmsync
-from support.torchrl.pair import filled, net
+from support.torchrl.pair import net
+from support.weights import fill as filled
 
 
 def test_a_worker_that_leaves_is_late_and_may_come_back(pair):

@@ -76,10 +76,6 @@ def look(state, model_id="policy"):
     return ask(state.models[model_id])
 
 
-def values(state):
-    return sorted({float(value) for leaf in state.models["policy"].values(True, True) for value in leaf.view(-1)})
-
-
 def version(state, model_id="policy"):
     return state.receivers[model_id].version
 
