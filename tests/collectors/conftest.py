@@ -2,10 +2,9 @@
 
 import pytest
 
-from support.needs import skipped_without
 
-NEEDED = "collectors need gymnasium, which shmsync[collectors] brings"
-pytest_pycollect_makemodule = skipped_without("gymnasium", NEEDED)
+def pytest_pycollect_makemodule():
+    pytest.importorskip("gymnasium", reason="collectors need gymnasium, which shmsync[collectors] brings")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import functools, sys, torch
 from support.environments.basic import Constant, Slow
 from shmsync.collectors import MultiprocessCollector
 if __name__ == "__main__":
-    env = functools.partial(Slow, step=0.01)
+    env = functools.partial(Slow, step=0.003)
     collector = MultiprocessCollector(env, Constant(), num_workers=2, frames_per_batch=400, sync=sys.argv[1] == "True")
     try:
         print(*[member.process.pid for member in collector._members.values()], flush=True)

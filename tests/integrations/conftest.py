@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from support.needs import skipped_without
 
-pytest_pycollect_makemodule = skipped_without("torchrl", "these tests need TorchRL, which shmsync[torchrl] brings")
+def pytest_pycollect_makemodule():
+    pytest.importorskip("torchrl", reason="these tests need TorchRL, which shmsync[torchrl] brings")
 
 
 @pytest.fixture

@@ -39,24 +39,6 @@ class Call(threading.Thread):
 
 
 @contextlib.contextmanager
-def meanwhile(function):
-    """Another thread calls it again and again; an error of it is raised at the end."""
-    over = threading.Event()
-
-    def repeat():
-        while not over.is_set():
-            function()
-
-    call = Call(repeat)
-    try:
-        yield
-    finally:
-        over.set()
-        call.join(PATIENCE)
-    call.result()
-
-
-@contextlib.contextmanager
 def naming(error, missing, match=None):
     """The calls inside raise this error, which names these workers, as a list or a set, and no others."""
     import pytest  # which the processes that tests start do not need
@@ -66,37 +48,27 @@ def naming(error, missing, match=None):
     assert type(missing)(caught.value.missing) == missing
 
 
-def forked_child(function):
-    """The pid of a fork of this process, which ends with function() and without any clean-up: 0, or 70 if it raised.
+def in_forked_child(function):
+    """(exit status, what function() returned) in a fork of this process, which ends without any clean-up.
 
     Whatever it raises must not reach pytest, which would go on in the child as a second writer to its pipes.
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             faulthandler.disable()  # dying is what some children are for
             signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the limit of the test, which a child has not
             signal.alarm(300)
-            function()
+            os.close(ours)
+            os.write(theirs, pickle.dumps(function()))
             os._exit(0)
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(70)
-    return pid
-
-
-def in_forked_child(function):
-    """(exit status, what function() returned) in a fork of this process, which ends without any clean-up."""
-    ours, theirs = os.pipe()
-
-    def child():
-        os.close(ours)
-        os.write(theirs, pickle.dumps(function()))
-
-    pid = forked_child(child)
     os.close(theirs)
     with os.fdopen(ours, "rb") as file:
         text = file.read()

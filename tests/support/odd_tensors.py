@@ -38,31 +38,6 @@ def _fake():
         return torch.ones(4)
 
 
-def _of_vmap():
-    kept = []
-
-    def look(x):
-        kept.append(x)
-        return x.sum()
-
-    torch.vmap(look)(torch.ones(2, 4))
-    return kept[0]
-
-
-def _masked():
-    return torch.masked.masked_tensor(torch.ones(4), torch.tensor([True, False, True, True]))
-
-
-def _arriving():
-    from torch.distributed._functional_collectives import all_reduce
-
-    return all_reduce(torch.ones(4), "sum", torch.distributed.group.WORLD)
-
-
-def _nested():
-    return torch.nested.nested_tensor([torch.ones(2), torch.ones(2)], layout=torch.strided)
-
-
 def _resized(nbytes):
     made = torch.ones(4)
     made.untyped_storage().resize_(nbytes)
@@ -72,10 +47,6 @@ def _resized(nbytes):
 ODD = {
     "DTensor": (_distributed, "full_tensor"),
     "fake": (_fake, "FakeTensor"),
-    "of vmap": (_of_vmap, "transform"),
-    "of a collective": (_arriving, "AsyncCollectiveTensor"),
-    "masked": (_masked, "MaskedTensor"),
-    "nested": (_nested, "nested tensor"),
     "wrapper": (lambda: Wrapper(torch.ones(4)), "Wrapper"),
     "given back": (lambda: _resized(0), "storage of 0 bytes"),
     "shrunk": (lambda: _resized(8), "storage of 8 bytes but needs 16"),

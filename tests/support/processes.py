@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import multiprocessing
 import os
 import signal
@@ -21,15 +20,8 @@ def until(condition):
     """Wait for it; fail after PATIENCE."""
     end = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < end, f"waited in vain for {source(condition)}"
+        assert time.monotonic() < end, f"waited in vain for {condition}"
         time.sleep(0.002)
-
-
-def source(function):
-    try:
-        return inspect.getsource(function).strip()
-    except (OSError, TypeError):
-        return repr(function)
 
 
 # ---- life and death
@@ -72,16 +64,6 @@ def resume(pid):
         os.kill(pid, signal.SIGCONT)
 
 
-@contextlib.contextmanager
-def stopped(pid):
-    """It is stopped meanwhile."""
-    stop(pid)
-    try:
-        yield
-    finally:
-        resume(pid)
-
-
 def until_waits(thread, function):
     """Until this thread of ours is inside a function of this name, and has stopped there."""
     before, end = None, time.monotonic() + PATIENCE
@@ -108,6 +90,24 @@ def descriptors(pid="self"):
 
 
 # ---- arenas
+
+
+def slab_fds(pid="self"):
+    return [fd for fd, target in descriptors(pid).items() if "memfd:shmsync" in target]
+
+
+def slab_inodes(pid):
+    return {os.stat(f"/proc/{pid}/fd/{fd}").st_ino for fd in slab_fds(pid)}
+
+
+def mapping_at(address):
+    """(permissions, inode, path) of the memory at an address of this process."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        bounds, permissions, _, _, inode, *path = line.split(maxsplit=5)
+        first, last = (int(bound, 16) for bound in bounds.split("-"))
+        if first <= address < last:
+            return permissions, int(inode), path[0] if path else ""
+    raise LookupError(hex(address))
 
 
 def segment_path(name):

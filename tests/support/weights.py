@@ -39,18 +39,6 @@ def bytes_of(weights):
     return b"".join(leaf.cpu().numpy().tobytes() for leaf in flat)
 
 
-def tensors(value):
-    """The tensors that lie in a module, a TensorDict, or in containers of Python."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, nn.Module):
-        return [*value.parameters(), *value.buffers()]
-    if hasattr(value, "batch_size"):  # a TensorDict; programs that must not import it import this file
-        return list(value.values(True, True))
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for part in parts for tensor in tensors(part)]
-
-
 # ---- modules
 
 
@@ -114,15 +102,3 @@ class Part(nn.Module):
         return (self.weight.sum() + self.bias) / 5
 
     act = forward
-
-
-def filled(value, module=None):
-    """A module of several layers whose every element is `value`; or one that is there, its gradients all -1."""
-    if module is None:
-        module = nn.Sequential(*(nn.Linear(192, 192) for _ in range(4)))
-        for parameter in module.parameters():
-            parameter.data.fill_(value)
-    else:
-        for parameter in module.parameters():
-            parameter.grad = torch.full_like(parameter, -1.0)
-    return module

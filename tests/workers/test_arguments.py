@@ -13,8 +13,7 @@ import torch
 
 import shmsync
 from support.jobs import workers as jobs
-from support.jobs.pools import queue
-from support.jobs.workers import apply
+from support.jobs.workers import apply, queue
 
 
 def has_children(sub, answers):

@@ -10,7 +10,7 @@ import pytest
 
 import shmsync
 from support.jobs import workers as jobs
-from support.jobs.pools import pids
+from support.jobs.workers import pids
 from support.processes import alive, kill, until
 from support.weights import stamped
 

@@ -13,8 +13,7 @@ import torch
 
 import shmsync
 from support.jobs import workers as jobs
-from support.jobs.pools import pids, queue
-from support.jobs.workers import never_returns
+from support.jobs.workers import never_returns, pids, queue
 from support.processes import alive, kill, stop, until
 from support.weights import stamped, stamps
 

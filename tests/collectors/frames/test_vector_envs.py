@@ -16,7 +16,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from torch import nn
 
 import shmsync
-from support.environments.basic import Constant, Counting, Failing, Policy, check_rows, differences, flat
+from support.environments.basic import Constant, Counting, Failing, Policy, differences, flat
 from support.processes import alive, until, workers
 
 KINDS = {"sync": SyncVectorEnv, "async": AsyncVectorEnv}
@@ -150,18 +150,6 @@ def test_the_frames_are_those_of_single_environments(collector, kind, mode, case
     assert any(each["next.terminated"].any() and each["next.truncated"].any() for each in single)
     for one, other in zip(single, vector, strict=True):
         assert differences(one, other) == []
-
-
-def test_frames_follow_one_another_in_a_vector_environment_without_sync(collector):
-    env = Vectors("async", LENGTHS[:2], 2)
-    batches = collector(env, Constant(), frames_per_batch=24, sync=False, total_frames=240)
-    seen: dict[tuple[int, int], list[torch.Tensor]] = {}
-    for batch in batches:
-        assert batch.batch_size == (2, 12)
-        for row, each in enumerate(batch.clone()):
-            seen.setdefault((int(each["worker"][0]), row % 2), []).append(each)
-    for (_, row), rows in seen.items():
-        check_rows(torch.cat(rows), (2, 5)[row])
 
 
 @pytest.mark.parametrize(

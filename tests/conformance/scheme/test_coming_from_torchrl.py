@@ -8,7 +8,6 @@ from shmsync.schemes import (
     MultiProcessWeightSyncScheme,
     RPCTransport,
     SharedMemWeightSyncScheme,
-    WeightSender,
     WeightStrategy,
     WeightSyncScheme,
 )
@@ -91,11 +90,6 @@ def test_newer_spelling(pipe):
             pass
         sending.result()
         assert ask(net) == value
-
-
-def test_names_that_are_not_there(scheme):
-    assert [name for name in ("context", "model", "weights") if hasattr(scheme, name)] == []
-    assert not hasattr(WeightSender, "_iterate_transports")
 
 
 def test_a_word_that_no_worker_answers_is_refused():

@@ -43,7 +43,7 @@ def test_sender_takes_its_workers_from_keyword_arguments_or_a_context(scheme, en
 
 
 def test_num_workers_that_contradict_the_workers_are_a_value_error(scheme, ends):
-    with pytest.raises(ValueError, match=ends.contradiction):
+    with pytest.raises(ValueError, match="num_workers is 2 but there are 1"):
         scheme.init_on_sender("policy", num_workers=2, **ends.sender)
     with pytest.raises(RuntimeError):
         scheme.get_sender()

@@ -102,7 +102,7 @@ def test_pipes_and_scheme_go_into_process_arguments_and_a_death_is_seen(method, 
         since = time.monotonic()
         with pytest.raises(WorkerDied, match="worker 1") as died:
             sender.send(Stamped(2), timeout=60)
-        assert time.monotonic() - since < 6
+        assert time.monotonic() - since < 30
         assert died.value.missing == [1]
         assert trainer.told(1) == [(0, 2)]
         assert sender.send(Stamped(3), timeout=60) == first + 2

@@ -7,10 +7,15 @@ from tensordict import TensorDict
 from shmsync.errors import ManifestMismatch
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightStrategy
 from support.calls import Call
-from support.conformance.nets import Stamped, Tied, held, leaf
+from support.conformance.nets import Stamped, Tied, held
 from support.conformance.rigs import KINDS, PipeRig, rigs
 
 PIPES = [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme]
+
+
+def leaf(value, name="layer.bias"):
+    """One leaf of a Stamped, alone."""
+    return {name: Stamped(value).state_dict()[name]}
 
 
 @pytest.fixture(params=KINDS)

@@ -57,7 +57,7 @@ def test_weights_that_lack_a_leaf_change_nothing(fleet):
 
 def test_a_registered_tensordict_shows_values_in_its_own_dtype(fleet):
     plain = shared(Stamped(0))
-    sender = fleet.open("policy", Stamped, 0, policy_weights={"policy": plain}, dtype=torch.float64, timeout=1)
+    sender = fleet.open("policy", Stamped, 0, policy_weights={"policy": plain}, dtype=torch.float64, timeout=60)
     with pytest.raises(ManifestMismatch):  # the workers' modules have another dtype
         sender.send(Stamped(2))
     assert numbers(plain) == {2.0} and plain["layer", "weight"].dtype == torch.float32

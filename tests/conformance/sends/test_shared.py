@@ -12,15 +12,25 @@ from tensordict import TensorDict
 import shmsync
 from shmsync.errors import ManifestMismatch, ReaderStalled
 from shmsync.schemes import SharedMemTransport, SharedMemWeightSyncScheme
-from support import holdings
-from support.conformance.nets import Slow, Stamped, Tied, numbers, shared
+from support.conformance.nets import Stamped, Tied, numbers, shared
 from support.conformance.rigs import PipeRig
 from support.conformance.table import SHM
+from support.processes import mapping_at
+
+
+class Slow(Stamped):
+    """Takes its time between two looks at its weights."""
+
+    def forward(self, go=None):
+        before = super().forward()
+        if go is not None:
+            go()
+        return before[0], super().forward()[1]
 
 
 def mapping_of_weights(state):
     """(permissions, inode, path) of the pages where the model's weights are."""
-    return holdings.mapping_at(state.models["policy"].layer.weight.data_ptr())
+    return mapping_at(state.models["policy"].layer.weight.data_ptr())
 
 
 def slow_forward(state):

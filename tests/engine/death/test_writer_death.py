@@ -9,7 +9,6 @@ import pytest
 
 import shmsync
 from shmsync import cli
-from support.holdings import slab_inodes
 from support.jobs.engine import (
     GONE,
     attach,
@@ -21,7 +20,7 @@ from support.jobs.engine import (
     read,
     wait_version,
 )
-from support.processes import segment_path
+from support.processes import segment_path, slab_inodes
 from support.weights import stamped, stamps
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shmsync
-from support.devices.on_simulated import value
+from support.devices.simulated import value
 
 MADE = {
     "as it is": lambda device, tensor: tensor,
@@ -85,7 +85,3 @@ def test_an_update_may_end_on_another_stream_than_it_began(arena, device, end):
     with sub.read() as section:
         assert set(section.weights["t"].tolist()) == {9.0}
         assert set(section.weights["u"].tolist()) == {3.0}
-
-
-def there(*shape, dtype=None):
-    return torch.ones(*shape, dtype=dtype, device="simulated:0")

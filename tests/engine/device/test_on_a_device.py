@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shmsync
-from support.devices.on_simulated import stream_of, value
+from support.devices.simulated import value
 
 
 @contextmanager
@@ -22,6 +22,11 @@ def held_up(stream):
         yield gate
     finally:
         gate.set()
+
+
+def stream_of(pub):
+    """The arena's stream, on which a publisher commits."""
+    return pub._writer.arena.on_device.stream
 
 
 SLOTS = [1, 3]

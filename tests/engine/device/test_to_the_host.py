@@ -8,8 +8,7 @@ import torch
 
 import shmsync
 from shmsync.engine.converting import ALONE, MANY
-from support.devices.on_simulated import value
-from support.devices.simulated import Simulated, installed
+from support.devices.simulated import Simulated, installed, value
 
 
 def open_trainer_there(state, slots):

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import shmsync
-from support.holdings import slab_fds, slab_inodes
 from support.jobs.engine import attach, close_publisher, detach, look, open_arena
-from support.processes import descriptors, until
+from support.processes import descriptors, slab_fds, slab_inodes, until
 from support.weights import Net, stamp, stamped
 
 MB = 10**6

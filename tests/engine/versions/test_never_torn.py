@@ -11,12 +11,38 @@ import pytest
 import torch
 
 import shmsync
-from support.jobs.engine import attach, detach, read_until
-from support.weights import stamp
+from support.jobs.engine import attach, detach
+from support.weights import stamp, stamps
 
 READERS = 4
 # size: (sections, versions) that each reader has to accept
 SIZES = {"10KB": (10_000, 300, 40), "4MB": (4 << 20, 30, 8), "64MB": (64 << 20, 6, 3)}
+
+
+def read_until(state, reads, versions):
+    """Read until so many sections and versions were accepted: (accepted, versions, torn ones among them)."""
+    sub = state.sub
+    seen, accepted, torn, last = set(), 0, [], 0
+
+    def check():
+        return (sub.version, *stamps(sub.weights))
+
+    while accepted < reads or len(seen) < versions:
+        if accepted % 4 == 3:  # a plain section, which says itself whether it may be accepted
+            with sub.read() as section:
+                found = (section.version, *stamps(section.weights))
+            if section.torn:
+                found = sub.run(check)
+        else:
+            found = sub.run(check)
+        version, low, high = found
+        if not low == high == version:
+            torn.append(found)
+        assert version >= last, f"version {version} after {last}"
+        last = version
+        accepted += 1
+        seen.add(version)
+    return accepted, len(seen), torn
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
-from support.torchrl.pair import filled, net
+from support.torchrl.pair import net
+from support.weights import fill as filled
 
 
 def test_unknown_keyword_arguments_are_errors(pair):

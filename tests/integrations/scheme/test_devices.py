@@ -6,7 +6,8 @@ from torch import nn
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from support.devices.simulated import Simulated, installed
 from support.processes import segments
-from support.torchrl.pair import filled, net
+from support.torchrl.pair import net
+from support.weights import fill as filled
 
 
 @pytest.fixture

@@ -12,7 +12,23 @@ from torch import nn
 import shmsync
 from support.calls import Call
 from support.processes import until, until_waits
-from support.torchrl.pair import Held, filled
+from support.weights import fill as filled
+
+
+class Held(nn.Linear):
+    """Its forward waits for `go`."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.entered, self.go = threading.Event(), threading.Event()
+
+    def __deepcopy__(self, memo):
+        return filled(Held(self.in_features, self.out_features), self.weight.mean().item())
+
+    def forward(self, x):
+        self.entered.set()
+        self.go.wait(10)
+        return super().forward(x)
 
 
 def test_nothing_moves_in_a_forward_and_everything_after_it(pair):
@@ -43,7 +59,7 @@ def test_an_update_that_came_in_a_forward_is_applied_when_it_ends(pair, in_forwa
     both = pair(filled(Held(2, 2), 1), slots=2)
     end = in_forward(both.models[0])
     with pytest.raises(shmsync.AckTimeout) as late:
-        both.sender.send(filled(Held(2, 2), 2), timeout=0.3)
+        both.sender.send(filled(Held(2, 2), 2), timeout=2.0)
     assert late.value.missing == [0]
     assert (both.models[1].weight == 2).all() and (both.models[0].weight == 1).all()
     assert end() == 3

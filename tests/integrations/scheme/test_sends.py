@@ -12,7 +12,28 @@ from torch import nn
 
 import shmsync
 from support.processes import until
-from support.torchrl.pair import Counting, filled, net
+from support.torchrl.pair import net
+from support.weights import fill as filled
+
+
+class Counting(nn.Module):
+    """Has extra state that grows."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.words = ["a"]
+
+    def forward(self, x):
+        return self.linear(x)
+
+    def get_extra_state(self):
+        return {"words": list(self.words)}
+
+    def set_extra_state(self, state):
+        if state["words"] == ["refused"]:
+            raise ArithmeticError("no such word")
+        self.words = state["words"]
 
 
 def test_connect_gives_the_weights_and_send_the_new_ones(pair):

@@ -9,7 +9,8 @@ import torch
 from tensordict import TensorDict
 
 import shmsync
-from support.torchrl.pair import filled, net
+from support.torchrl.pair import net
+from support.weights import fill as filled
 
 
 def test_a_worker_that_leaves_is_late_and_may_come_back(pair):
@@ -17,7 +18,7 @@ def test_a_worker_that_leaves_is_late_and_may_come_back(pair):
     both = pair(model)
     both.receivers[0].shutdown()
     with pytest.raises(shmsync.AckTimeout) as gone:
-        both.sender.send(filled(model, 2), timeout=0.3)
+        both.sender.send(filled(model, 2), timeout=2.0)
     assert gone.value.missing == [0]
     assert [w.mean().item() for w in both.weights("0.weight")] == [1, 2]
     again = pickle.loads(pickle.dumps(both.sender))

@@ -41,8 +41,10 @@ def test_a_send_returns_when_all_have_applied_it_or_raises_an_error_that_names_w
         sender.send({**parts.net(8.0).state_dict(), "bias": torch.zeros(3)})
     assert [value for value, _ in parts.ask(crew, "look")] == [7.0] * 2
     held = crew[1].hold.remote(str(tmp_path / "go"))
+    sender.send_async(parts.net(9.0))
+    processes.until(lambda: parts.ask(crew[:1], "look")[0][0] == 9.0)
     with naming(AckTimeout, [1]):
-        sender.send(parts.net(9.0), timeout=0.5)
+        sender.wait_async(timeout=0.5)
     (tmp_path / "go").touch()
     ray.get(held)
     version = sender.send(parts.net(10.0))
@@ -59,11 +61,15 @@ def test_a_send_returns_when_all_have_applied_it_or_raises_an_error_that_names_w
 def test_a_stopped_actor_is_late_and_gets_nothing_new_until_it_answers(crew):
     sender = sender_to(crew)
     sender.send(parts.net(1.0))
-    with processes.stopped(parts.ask(crew, "pid")[0]):
+    processes.stop(pid := parts.ask(crew, "pid")[0])
+    try:
         for value in (2.0, 3.0, 4.0):
+            sender.send_async(parts.net(value))
+            processes.until(lambda value=value: parts.ask(crew[1:], "look") == [(value, int(value))])
             with naming(AckTimeout, [0]):
-                sender.send(parts.net(value), timeout=0.5)
-            assert parts.ask(crew[1:], "look") == [(value, int(value))]
+                sender.wait_async(timeout=0.5)
+    finally:
+        processes.resume(pid)
     for value in (5.0, 6.0, 7.0):
         assert sender.send(parts.net(value)) == int(value)
         assert parts.ask(crew, "look") == [(value, int(value))] * 2

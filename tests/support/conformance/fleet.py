@@ -11,17 +11,6 @@ from support.conformance.nets import Stamped
 from support.worker import Worker
 
 
-def can_go_on(worker, leave):
-    """After a test, whatever state the worker is in: has it forgotten everything, for the next test?"""
-    if worker.process.is_alive():
-        worker.resume()
-        if not worker.busy:
-            with contextlib.suppress(Exception):
-                worker.call(leave)
-                return True
-    return False
-
-
 class Crew:
     """Workers of one start method, used by one test after the other: some methods take seconds to start one."""
 
@@ -36,9 +25,14 @@ class Crew:
         return self._idle.pop(0) if self._idle else self._start()
 
     def give_back(self, worker):
-        if can_go_on(worker, peers.leave):
-            self._idle.append(worker)
-            return
+        """After a test, whatever state it is in: for the next test, once it has forgotten everything."""
+        if worker.process.is_alive():
+            worker.resume()
+            if not worker.busy:
+                with contextlib.suppress(Exception):
+                    worker.call(peers.leave)
+                    self._idle.append(worker)
+                    return
         worker.end()
         if len(self._idle) < 3:
             self._idle.append(self._start())  # its imports run beside the tests that come first

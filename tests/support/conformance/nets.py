@@ -34,16 +34,6 @@ class Tied(Stamped):
         stamp(self, value)
 
 
-class Slow(Stamped):
-    """Takes its time between two looks at its weights."""
-
-    def forward(self, go=None):
-        before = super().forward()
-        if go is not None:
-            go()
-        return before[0], super().forward()[1]
-
-
 def ask(module):
     """What it is filled with; a pair, if that is not one number."""
     with torch.no_grad():
@@ -59,11 +49,6 @@ def shared(module):
 def numbers(weights):
     """What the elements of a TensorDict are."""
     return {float(value) for leaf in weights.values(True, True) for value in leaf.reshape(-1)}
-
-
-def leaf(value, name="layer.bias"):
-    """One leaf of a Stamped, alone."""
-    return {name: Stamped(value).state_dict()[name]}
 
 
 def held(module):

@@ -75,22 +75,8 @@ def look(state, model_id="policy"):
     return ask(state.models[model_id])
 
 
-def count(state, model_id="policy"):
-    """What one of the buffers is filled with."""
-    look(state, model_id)
-    return int(state.models[model_id].count[0])
-
-
-def values(state):
-    return sorted({float(value) for leaf in state.models["policy"].values(True, True) for value in leaf.view(-1)})
-
-
 def version(state, model_id="policy"):
     return state.receivers[model_id].version
-
-
-def pending(state, model_id="policy"):
-    return state.receivers[model_id]._transport.pending()
 
 
 # ---- dying at a given step

@@ -27,42 +27,35 @@ class Ends(NamedTuple):
     """What a scheme gets to know one worker by, for tests that send nothing.
 
     sender, worker: what init_on_sender() and init_on_worker() get; transport: what create_transport() gets.
-    name: of the argument that brings the workers.
     connected: what check_connection() says.
     """
 
     sender: dict[str, Any]
     worker: dict[str, Any]
     transport: Any
-    name: str
     connected: Callable[[], bool] = lambda: True
-
-    @property
-    def contradiction(self) -> str:
-        """What the error says when the sender gets num_workers=2 too."""
-        return "num_workers is 2 but there are 1"
 
 
 def a_pipe() -> Ends:
     ours, theirs = multiprocessing.Pipe()
-    return Ends({"pipes": [ours]}, {"pipe": theirs}, ours, "pipes")
+    return Ends({"pipes": [ours]}, {"pipe": theirs}, ours)
 
 
 def an_actor(name: str) -> Ends:
     ray = pytest.importorskip("ray", reason="this entry needs Ray, which shmsync[ray] brings")
     connected = ray.is_initialized if name == "remote_collectors" else lambda: False  # there is no actor
-    return Ends({name: [None]}, {}, None, name, connected)
+    return Ends({name: [None]}, {}, None, connected)
 
 
 def an_rpc_worker() -> Ends:
     sender = {"collector_infos": [None], "collector_rrefs": [None], "collector_class": object}
-    return Ends(sender, {}, (None, None, None), "collector_infos", lambda: False)
+    return Ends(sender, {}, (None, None, None), lambda: False)
 
 
 def a_rank() -> Ends:
     store = distributed.HashStore()
     sender, worker = {"store": store, "ranks": [1]}, {"store": store, "rank": 1}
-    return Ends(sender, worker, (store, 1), "ranks", lambda: False)
+    return Ends(sender, worker, (store, 1), lambda: False)
 
 
 class Entry(NamedTuple):

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from . import backend
-from .streams import HOST, Done, Event, Stream, on_a_drivers_thread
+from .streams import HOST, Event, Stream, on_a_drivers_thread
 
 KIND = 0x10001
 _HANDLE = struct.Struct("<iiQ")  # pid, descriptor, inode
@@ -206,7 +206,7 @@ class Simulated:
         else:
             work() if stream is HOST else stream.give(work)
 
-    def gate(self, stream: Any) -> Done:
+    def gate(self, stream: Any) -> threading.Event:
         """What the stream is given from now on is done after this is set."""
         event = Event()
         stream.give(lambda: _wait(event))
@@ -216,11 +216,6 @@ class Simulated:
         """Wait until all work is done, so that a section that was left holds nothing."""
         for stream in list(self._streams):
             stream.record().done.wait()
-
-    @property
-    def idle(self) -> bool:
-        """Is all done that was asked for, and would wait() say so?"""
-        return all(stream.idle for stream in list(self._streams))
 
     def fail(self, error: str = "an illegal memory access was encountered") -> None:
         """From now on nothing is done any more."""
@@ -335,6 +330,13 @@ def everywhere(seed: int, longest: float) -> Iterator[Simulated]:
     device = Simulated(seed, longest)
     with installed(device, default=True):
         yield device
+
+
+def value(sub: Any, **kwargs: Any) -> tuple[int, float]:
+    """(version, value) of a section of an arena on a device; all elements are one value."""
+    with sub.read(**kwargs) as section:
+        (found,) = set(section.weights["t"].tolist())
+        return section.version, found
 
 
 def settle(_state: object) -> None:

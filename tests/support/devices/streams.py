@@ -10,8 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .simulated import Simulated
@@ -21,37 +20,11 @@ _DEPTH = 32  # what a stream has to do at most; a thread that asks for more wait
 _HOLDING_THE_GIL = ctypes.PyDLL(None)
 
 
-class Done:
-    """As threading.Event, but an interrupt in wait() leaves no lock behind, as none does in a driver."""
-
-    def __init__(self) -> None:
-        self._set = False
-        self._waiting: list[Any] = []  # a lock of each waiter's own
-
-    def set(self) -> None:
-        self._set = True
-        for lock in list(self._waiting):
-            with suppress(RuntimeError):  # released by an earlier set()
-                lock.release()
-
-    def is_set(self) -> bool:
-        return self._set
-
-    def wait(self, timeout: float | None = None) -> bool:
-        if not self._set:
-            lock = threading.Lock()
-            lock.acquire()
-            self._waiting.append(lock)
-            if not self._set:
-                lock.acquire(timeout=-1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX))
-        return self._set
-
-
 class Event:
     """What a stream had to do when it was recorded."""
 
     def __init__(self) -> None:
-        self.done = Done()
+        self.done = threading.Event()
 
 
 class Stream:

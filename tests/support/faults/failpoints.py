@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import secrets
 import select
 import signal
 import tempfile
 from contextlib import ExitStack
-from pathlib import Path
 
 from shmsync import _native
 from shmsync.memory import leftovers, segment, segment_file, slab
@@ -40,18 +38,6 @@ AROUND = [
     (segment_file, "unlink", "sweep.locked", "sweep.unlinked"),
     (segment, "withdraw", "withdraw.before", "withdraw.after"),
 ]
-NATIVE = Path(__file__).parents[3] / "native"
-
-
-def native_points():
-    """The names of the failpoints of the native core."""
-    paths = (*NATIVE.glob("src/*.cpp"), *NATIVE.glob("bind/*.cpp"))
-    return {name for path in paths for name in re.findall(r'SHMSYNC_FAILPOINT\("([^"]+)"\)', path.read_text())}
-
-
-def points():
-    """The names of all failpoints."""
-    return native_points() | {name for *_, before, after in AROUND for name in (before, after) if name}
 
 
 def wrapped(function, before, after):

@@ -121,36 +121,3 @@ def refresh(state):
 
 def wait_version(state, version, **kwargs):
     return state.sub.wait_version(version, **kwargs)
-
-
-# ---- never torn
-
-
-def read_until(state, reads, versions):
-    """Read until so many sections and versions were accepted: (accepted, versions, torn ones among them)."""
-    sub = state.sub
-    seen, accepted, torn, last = set(), 0, [], 0
-
-    def check():
-        return (sub.version, *stamps(sub.weights))
-
-    while accepted < reads or len(seen) < versions:
-        if accepted % 4 == 3:  # a plain section, which says itself whether it may be accepted
-            with sub.read() as section:
-                found = (section.version, *stamps(section.weights))
-            if section.torn:
-                found = sub.run(check)
-        else:
-            found = sub.run(check)
-        version, low, high = found
-        if not low == high == version:
-            torn.append(found)
-        assert version >= last, f"version {version} after {last}"
-        last = version
-        accepted += 1
-        seen.add(version)
-    return accepted, len(seen), torn
-
-
-def bind(state, factory, *args, train=True, **kwargs):
-    state.module = state.sub.bind(factory(*args), **kwargs).train(train)

@@ -1,12 +1,24 @@
-"""What workers of Workers run in tests."""
+"""What workers of Workers run in tests, and how a test sees them."""
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import signal
 import time
 
 import torch
+
+
+def queue(method="forkserver"):
+    return multiprocessing.get_context(method).SimpleQueue()
+
+
+def pids(workers):
+    return [process.pid for process in workers.procs]
+
+
+# ---- in a worker
 
 
 def apply(sub):

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed import rpc
 
 from shmsync import DistributedWeightSyncScheme, RPCWeightSyncScheme
-from support.holdings import mapping_at
+from support.processes import mapping_at
 from support.weights import fill
 
 SCHEMES = {"rpc": RPCWeightSyncScheme, "distributed": DistributedWeightSyncScheme}

@@ -15,8 +15,7 @@ import ray
 import torch
 from torch import nn
 
-from support.holdings import mapping_at
-from support.processes import PATIENCE, kill, until
+from support.processes import PATIENCE, kill, mapping_at, until
 from support.weights import fill
 
 SIZE = 256  # a net is 257 KiB: more than Ray would put into its messages

@@ -19,18 +19,17 @@ import sys
 import threading
 import time
 from collections import Counter, deque
+from functools import partial
 
 import shmsync
 from support import processes
-from support.storms.model import Weather
-from support.storms.worker import COMPUTING, EXIT, Row, close, make_publisher, publish, read_on, receive_on
+from support.storms.worker import EXIT, Row, Weather, close, make_publisher, publish, read_on, receive_on
 from support.worker import Gone, Worker, fork_server
 
 TIMEOUTS = (0.05, 0.3, 10.0)
 CALM = 10.0  # seconds in which a worker that nobody has disturbed answers
 OVERRUN = 5.0  # seconds beyond its deadline that a call may take on a loaded machine
-KILLS = ("kill", "kill in a forward")
-KINDS = (*KILLS, "exit", "stop", "pause", "pause")
+KINDS = ("kill", "kill", "exit", "stop", "pause", "pause")
 
 
 class Violation(AssertionError):
@@ -51,26 +50,26 @@ class Life:
 
     def suffer(self, kind):
         """Do it to the worker now."""
-        pid = self.process.pid
-        if kind == "kill in a forward":
-            end = time.monotonic() + 0.05
-            while self.row.phase != COMPUTING and time.monotonic() < end:
-                pass
-        if kind in KILLS:
+        if kind == "kill":
             self.process.kill()
         elif kind == "exit":
             self.row.command = EXIT
         else:
-            processes.stop(pid)
+            processes.stop(self.process.pid)
             if kind == "pause":
                 time.sleep(0.03)
-                processes.resume(pid)
-        if kind in KILLS or kind == "exit":
+                processes.resume(self.process.pid)
+        if kind in ("kill", "exit"):
             self.process.join()
 
 
 class Storm:
-    """What storms have in common. One step is one call of the trainer, perhaps with a trouble beside it."""
+    """What storms have in common. One step is one call of the trainer, perhaps with a trouble beside it.
+
+    A kind of storm has begin(), which starts the trainer and the workers, all of them with the weights of number 1;
+    start(index), which starts a worker that the trainer knows; call(timeout), which sends the weights of self.number;
+    and finish(), which ends the trainer.
+    """
 
     count = 3
     must_name = True  # does a call name each worker that was dead when it began?
@@ -81,22 +80,6 @@ class Storm:
         self.lives = []
         self.unnamed = set()  # indices of workers that died, whether or not others have taken their places
         self.begin()
-
-    def begin(self):
-        """Start the trainer and the workers; all of them have the weights of number 1 soon."""
-        raise NotImplementedError
-
-    def start(self, index):
-        """Start a worker, and make it known to the trainer."""
-        raise NotImplementedError
-
-    def call(self, timeout):
-        """Send the weights of self.number."""
-        raise NotImplementedError
-
-    def finish(self):
-        """End the trainer."""
-        raise NotImplementedError
 
     def new_life(self, index, target, *arguments):
         row = self.context.RawValue(Row)
@@ -134,7 +117,7 @@ class Storm:
             self.counts[kind] += 1
             self.note(f"{kind} of worker {life.index}, pid {life.process.pid}, after {delay:.4f} s")
             life.hurt, life.stopped = True, kind == "stop"
-            life.killed, life.exited = kind in KILLS, kind == "exit"
+            life.killed, life.exited = kind == "kill", kind == "exit"
             self.unnamed |= {life.index} if life.over else set()
         else:
             hand = threading.Thread(target=bool)
@@ -155,7 +138,7 @@ class Storm:
             if calm and error is None:
                 self.await_number(life, self.number)
             life.named |= life.over and life.index in missing
-            for what in ("torn", "wrong", "backwards"):
+            for what in ("mixed", "backwards"):
                 if getattr(life.row, what):
                     raise Violation(f"worker {life.index} has seen weights that are {what}")
             if life.row.number > self.number:
@@ -208,12 +191,11 @@ class Storm:
 class SchemeStorm(Storm):
     """The trainer is this process."""
 
-    make = shmsync.SharedMemWeightSyncScheme
-    slots = 1
+    def __init__(self, seed, make, **options):
+        self.scheme = make(timeout=CALM, **options)
+        super().__init__(seed)
 
     def begin(self):
-        options = {"slots": self.slots} if self.slots > 1 else {}
-        self.scheme = self.make(timeout=CALM, **options)
         self.pipes, self.sender = [None] * self.count, None
         self.lives = [self.start(index) for index in range(self.count)]
         self.scheme.init_on_sender(
@@ -253,20 +235,15 @@ class SchemeStorm(Storm):
             self.scheme.shutdown()
 
 
-class ThreeSlots(SchemeStorm):
-    slots = 3
-
-
-class Pipes(SchemeStorm):
-    make = shmsync.MultiProcessWeightSyncScheme
-
-
 class EngineStorm(Storm):
     """A publisher in a process that is killed too, and readers that follow its name."""
 
     count = 8
     must_name = False  # an earlier call, or a wait for a slot, may have taken its row
-    device = False
+
+    def __init__(self, seed, device=False):
+        self.device = device
+        super().__init__(seed)
 
     def begin(self):
         self.name = f"storm-{os.getpid()}-{secrets.token_hex(4)}"
@@ -319,16 +296,12 @@ class EngineStorm(Storm):
         processes.segment_path(self.name).unlink(missing_ok=True)
 
 
-class DeviceStorm(EngineStorm):
-    device = True
-
-
 STORMS = {
-    "multiprocess": Pipes,
-    "shared-memory": SchemeStorm,
-    "shared-memory-3": ThreeSlots,
+    "multiprocess": partial(SchemeStorm, make=shmsync.MultiProcessWeightSyncScheme),
+    "shared-memory": partial(SchemeStorm, make=shmsync.SharedMemWeightSyncScheme),
+    "shared-memory-3": partial(SchemeStorm, make=shmsync.SharedMemWeightSyncScheme, slots=3),
     "engine": EngineStorm,
-    "engine-device": DeviceStorm,
+    "engine-device": partial(EngineStorm, device=True),
 }
 
 

@@ -4,53 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 
 import torch
 from torch import nn
 
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
-from support.weights import fill as filled
 
 
 def net():
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-
-
-class Counting(nn.Module):
-    """Has extra state that grows."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.words = ["a"]
-
-    def forward(self, x):
-        return self.linear(x)
-
-    def get_extra_state(self):
-        return {"words": list(self.words)}
-
-    def set_extra_state(self, state):
-        if state["words"] == ["refused"]:
-            raise ArithmeticError("no such word")
-        self.words = state["words"]
-
-
-class Held(nn.Linear):
-    """Its forward waits for `go`."""
-
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.entered, self.go = threading.Event(), threading.Event()
-
-    def __deepcopy__(self, memo):
-        return filled(Held(self.in_features, self.out_features), self.weight.mean().item())
-
-    def forward(self, x):
-        self.entered.set()
-        self.go.wait(10)
-        return super().forward(x)
 
 
 class Pair:

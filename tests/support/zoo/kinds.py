@@ -13,31 +13,13 @@ from torch.nn.utils import parametrizations
 WIDTH = 4
 
 
-class Meanwhile:
-    """What happens in the middle of the next call; nothing, unless a test sets it."""
-
-    def __init__(self):
-        self.action = None
-
-    @torch.compiler.disable
-    def __call__(self):
-        action, self.action = self.action, None
-        if action is not None:
-            with torch.inference_mode(False):  # the trainer is another process
-                action()
-
-
-_meanwhile = Meanwhile()
-
-
-def set_meanwhile(action):
-    """Do this in the middle of the next call of a module of the zoo, once."""
-    _meanwhile.action = action
+next_action = []  # what happens in the middle of the next call of a module of the zoo, once
 
 
 def meanwhile():
-    if not torch.compiler.is_compiling():
-        _meanwhile()
+    if not torch.compiler.is_compiling() and next_action:
+        with torch.inference_mode(False):  # the trainer is another process
+            next_action.pop()()
 
 
 class Pause(nn.Module):

@@ -5,12 +5,9 @@ Each takes the world's bind, the worker's module and the use, binds, and returns
 
 from __future__ import annotations
 
-import copy
 import functools
 
 import torch
-
-from support.calls import Call
 
 
 def plain(bind, module, use):
@@ -82,40 +79,9 @@ def inference_mode(bind, module, use):
     return run
 
 
-def several_threads(bind, module, use):
-    worker = bind(module)
-
-    def call(x):
-        return use.run(worker, x), bind.subscriber.version
-
-    def run(x):
-        first = call(x)
-        bind.advance()
-        return [first, Call(call, x).result(), call(x)]
-
-    run.labelled = True  # it says itself which version each result is of
-    return run
-
-
-def copied(bind, module, use):
-    """A copy computes as the version does of which it was made, whatever is published later."""
-    worker = bind(module)
-
-    def run(x):
-        out = use.run(worker, x)
-        version = bind.subscriber.version
-        twin = copy.deepcopy(worker)
-        of_twin = bind.subscriber.version  # copying is a section of this thread
-        bind.advance()
-        return [(out, version), (use.run(twin, x), of_twin)]
-
-    run.labelled = True
-    return run
-
-
 MODES = {mode.__name__: mode for mode in (
     plain, read_section, compiled_whole_before, compiled_whole_after, compiled_in_place_after, called_by_compiled_code,
-    called_by_compiled_code_in_a_section, autocast_loop, inference_mode, several_threads, copied,
+    called_by_compiled_code_in_a_section, autocast_loop, inference_mode,
 )}  # fmt: skip
 
 # Those whose results are not those of guarded calls, and may show the weights.
