@@ -259,7 +259,7 @@ class Publisher:
         wanted = check_workers(workers)
         processes = processes_of(wanted, procs)
         writer.check()
-        writer.refuse_not_started(wanted)
+        writer.workers.refuse_not_started(wanted)
         wait_for_readers(writer.arena.control, writer.current[0], wanted, processes, deadline, writer.check)
 
     def stats(self) -> PublisherStats:
@@ -326,7 +326,7 @@ class Update(_native.Scope):
             if writer.closed or writer.device is not None or writer.native.writing:
                 writer.ready(deadline)
             if self._acks is not None:
-                writer.refuse_wait(self._acks)
+                writer.workers.refuse(self._acks)
         except BaseException:  # nothing was begun: _recover() must not take back a version that is under way
             writer.lock.release(self)
             raise

@@ -115,7 +115,7 @@ class Workers:
         self._poll = select.poll()  # for what the members do next
         self._next_look = 0.0  # monotonic time
         self._started = 0  # processes so far, so that a restarted worker draws new random numbers
-        self._writer.not_started[self] = self._count
+        self._writer.workers.not_started[self] = self._count
         # At the exit of the trainer, before the publisher's end. A stopped worker would keep it in multiprocessing's.
         util.Finalize(self, end, (self._members,), exitpriority=30)
 
@@ -192,18 +192,18 @@ class Workers:
             WorkerFailed, WorkerDied, AckTimeout: not all workers are attached; none runs.
         """
         self._writer.check()
-        if self._writer.worker_watch is not None:
+        if self._writer.workers.watch is not None:
             raise ProtocolError(
                 f"the publisher of arena {self._pub.name!r} has Workers already; leave those first, or "
                 "give them a larger n"
             )
         try:
-            self._writer.not_started.clear()  # those of another Workers object too, whose place these take
-            self._writer.worker_watch = WorkerWatch(self._look, self._explains, self._before_write)
+            self._writer.workers.not_started.clear()  # those of another Workers object too, whose place these take
+            self._writer.workers.watch = WorkerWatch(self._look, self._explains, self._before_write)
             self._start(range(self._count))
         except BaseException:
             self._end_all()
-            self._writer.not_started[self] = self._count
+            self._writer.workers.not_started[self] = self._count
             raise
         return self
 
@@ -212,7 +212,7 @@ class Workers:
 
         Raises as leaving does, unless another exception is on its way, as in a `finally`.
         """
-        self._writer.not_started.pop(self, None)
+        self._writer.workers.not_started.pop(self, None)
         self.__exit__(*sys.exc_info())
 
     def __enter__(self) -> Workers:
@@ -238,7 +238,7 @@ class Workers:
 
     def _look(self, version: int = 0) -> None:
         """Restart the dead as often as that is allowed; raise what a worker failed with, or how it died."""
-        if self._writer.worker_watch is None or not self._poll.poll(0):  # they end on purpose; or nothing has happened
+        if self._writer.workers.watch is None or not self._poll.poll(0):  # they end on purpose; or nothing has happened
             return
         self._next_look = 0.0  # there may be more to raise
         for rank, member in list(self._members.items()):
@@ -267,13 +267,13 @@ class Workers:
             if rank in error.missing:
                 member.process.join(EXIT_CODE)  # the table shows the end of its last thread a moment sooner
         self._look(error.version or 0)
-        return self._writer.worker_watch is None or set(error.missing) <= set(self.alive)
+        return self._writer.workers.watch is None or set(error.missing) <= set(self.alive)
 
     def _start(self, ranks: Iterable[int]) -> None:
         """Start these workers and wait until they are attached."""
         ranks = list(ranks)
         for rank in ranks:
-            self._writer.forget_acks(rank)
+            self._writer.workers.forget(rank)
             seed = (torch.initial_seed() + rank + self._count * (self._started // self._count)) % 2**63
             args = (self._pub.handle, rank, self._work, *self._args, *self._queues)
             self._members[rank] = Process(
@@ -293,7 +293,7 @@ class Workers:
         self._poll = watched(self._members)
 
     def _end_all(self, word: str = "", deadline: float = 0.0) -> list[int]:
-        self._writer.worker_watch = None  # first: from now on their ends are on purpose
+        self._writer.workers.watch = None  # first: from now on their ends are on purpose
         try:
             return self._end(self._members, word, deadline)
         finally:
@@ -309,7 +309,7 @@ class Workers:
 
     def _free_rows(self, member: Process) -> None:
         if not self._writer.closed and member.process.pid is not None:
-            self._writer.free_rows_of(member.process.pid)
+            self._writer.workers.free_rows_of(member.process.pid)
 
     def _loss(self, rank: int, member: Process, version: int = 0, before: str = "") -> WorkerFailed | WorkerDied:
         """The error that says how this worker was lost, to be raised once, by its `reported`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import select
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from numbers import Integral
@@ -15,7 +16,8 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ... import _native
-from ...errors import WorkerDied
+from ...errors import ProtocolError, WorkerDied
+from ...memory import arena as arenas
 from ...memory.process import Peer, Peers, ProcessState, owner_word, pid_of
 from ...memory.segment import RowId
 from ..deadlines import check_worker, slice_until
@@ -200,6 +202,84 @@ def wait_for_acks(waits: PinWait, version: int, acks: Acks, deadline: float, clo
     if outcome.late:
         raise outcome.lateness(what, version)
     outcome.check(what, version)
+
+
+class AckingWorkers:
+    """The workers that apply one writer's versions, as calls that write see them.
+
+    Args:
+        waits: the writer's wait for a slot, with what it knows.
+        name: the arena's.
+
+    Attributes:
+        watch: how calls that write learn of failures of Workers, which set it.
+        not_started: Workers that wait to be started, and how many they are.
+    """
+
+    def __init__(self, waits: PinWait, name: str) -> None:
+        self._waits, self._name = waits, name
+        self.watch: WorkerWatch | None = None
+        self.not_started: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def refuse_not_started(self, workers: list[int] | None) -> None:
+        """Raise if a call would wait for these workers (None: all), and Workers that have them were not started."""
+        for count in self.not_started.values():
+            if workers is None or any(worker < count for worker in workers):
+                raise ProtocolError(
+                    f"the {count} Workers of arena {self._name!r} were made but not started, so they cannot "
+                    "apply a version. Write `with shmsync.Workers(...) as workers:`, or call workers.start() first",
+                    version=int(self._waits.writer.next_version),
+                )
+
+    def refuse(self, acks: Acks) -> None:
+        """Raise if this call would wait for an ack that only its own thread could give, or for Workers not started."""
+        if self.not_started:
+            self.refuse_not_started(None if acks == "all" else acks)
+        if arenas.mapped_so_far == 1:  # by this Publisher: no Subscriber was ever made here
+            return
+        arena = self._waits.arena
+        rows = [arena.control.row(index) for index in arena.rows_held_by_this_thread()]
+        if any(acks == "all" or row.worker in acks for row in rows):
+            raise ProtocolError(
+                "this thread is inside a read section, and wait= would wait for it to leave; leave the section first",
+                version=int(self._waits.writer.next_version),
+            )
+
+    def wait(self, version: int, acks: Acks, deadline: float, closing: Callable[[], bool]) -> None:
+        """As wait_for_acks(); raises what Workers know of a failure or a death in place of what the table shows."""
+        watch, peers = self.watch, self._waits.peers
+
+        def ending() -> bool:
+            if watch is not None:
+                watch.look(version)
+            return closing()
+
+        try:
+            try:
+                wait_for_acks(self._waits, version, acks, deadline, ending)
+            except WorkerDied as error:
+                if watch is None or not watch.explains(error):
+                    raise
+            ending()
+        finally:
+            if len(peers):  # a worker was late; rows that were given back need no pidfd any more
+                peers.keep_only({row.owner for row in self._waits.arena.control.rows()})
+
+    def forget(self, worker: int) -> None:
+        """Another process is `worker` from now on; what those before it applied, who are gone, is not its doing."""
+        control, mine = self._waits.arena.control, self._waits.me
+        for row in control.rows(left=True):
+            if row.worker != worker:
+                continue
+            if row.owner == 0 or (not self._waits.peers.alive(row.owner) and control.reap(*row.id, mine)):
+                control.forget(row.number, mine)
+
+    def free_rows_of(self, pid: int) -> None:
+        """This process was ended on purpose: its rows are no deaths that a later wait should report."""
+        control = self._waits.arena.control
+        for row in control.rows():
+            if pid_of(row.owner) == pid and not self._waits.peers.alive(row.owner):
+                control.reap(*row.id, self._waits.me)
 
 
 _ATTACHED = Wording(

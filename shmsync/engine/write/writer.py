@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import util
@@ -27,15 +26,13 @@ from ...errors import (
     Poisoned,
     ProtocolError,
     ShmSyncError,
-    WorkerDied,
     WriterBusy,
 )
-from ...memory import arena as arenas
 from ...memory import segment
 from ...memory.arena import Arena, create
 from ...memory.devices import OnDevice
 from ...memory.manifest import Key
-from ...memory.process import Peers, me, pid_of, stay_if_exiting
+from ...memory.process import Peers, me, stay_if_exiting
 from ...memory.torch_modes import plainly, run_plainly
 from ..deadlines import Samples, deadline_after
 from ..pickling import copy_by_value
@@ -43,7 +40,7 @@ from ..source.dtypes import Dtypes
 from ..source.manifest_check import same_bytes
 from ..source.sources import Filter, Weights, manifest_of, place_of
 from ..stats import Counts, PublisherStats
-from .acks import Acks, WorkerWatch, wait_for_acks
+from .acks import AckingWorkers, Acks
 from .adoption import Adoption
 from .copy_plan import CopyPlan, DirtyLeaves, PlanCache
 from .device_writes import DeviceWrites, wait_for_sources
@@ -70,8 +67,7 @@ class Writer:
         native: the writer's side of the protocol. Where there is a `device`, only behind ready().
         device: commits the versions, behind its copies. None: this process does, as long as no source was on a GPU.
         adopted: the module that is the slab.
-        worker_watch: how calls that write learn of failures of Workers, which set it.
-        not_started: Workers that wait to be started, and how many they are.
+        workers: those that apply its versions.
     """
 
     def __init__(
@@ -106,8 +102,7 @@ class Writer:
         self._closing = False  # does another thread wait to close it?
         self.adopted: Adoption | None = None
         self.updating_thread: int | None = None
-        self.worker_watch: WorkerWatch | None = None
-        self.not_started: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.workers = AckingWorkers(self.pin_wait, name)
         self._touched = True  # may the write that is under way have changed a byte?
         self._generation = _native.fork_generation()
         self._dirty = DirtyLeaves(manifest, slots)
@@ -205,8 +200,8 @@ class Writer:
         with self.lock:
             if self.closed or self.device is not None or self.native.writing:
                 self.ready(deadline)
-            if self.worker_watch is not None:
-                self.worker_watch.before_write()
+            if self.workers.watch is not None:
+                self.workers.watch.before_write()
             plan = self._plan(weights, optional)
             try:
                 return self._write(plan, deadline, acks, after, version)
@@ -262,7 +257,7 @@ class Writer:
     ) -> int:
         """Carry out a checked plan; the new version."""
         if acks is not None:
-            self.refuse_wait(acks)
+            self.workers.refuse(acks)
         if plan is not None and (after is not None or not plan.conversions.none):
             if self._copied_later(plan) and self.device is not None:
                 self.device.order(plan, after)
@@ -390,8 +385,8 @@ class Writer:
     def begin_update(self, deadline: float) -> TensorDictBase:
         """Get a slot that has the current version, to be written in place; its weights. For Update, after ready()."""
         self.refuse_poisoned()
-        if self.worker_watch is not None:
-            self.worker_watch.before_write()
+        if self.workers.watch is not None:
+            self.workers.watch.before_write()
         looked = None
         if self.adopted is not None:
             self.adopted.warn_of_stray_writes()
@@ -462,70 +457,18 @@ class Writer:
         """Let go of the constructor's weights: from now on publish() must be given some."""
         self.source = None
 
-    # ---- acks
-
-    def refuse_not_started(self, workers: list[int] | None) -> None:
-        """Raise if a call would wait for these workers (None: all), and Workers that have them were not started."""
-        for count in self.not_started.values():
-            if workers is None or any(worker < count for worker in workers):
-                raise ProtocolError(
-                    f"the {count} Workers of arena {self.name!r} were made but not started, so they cannot "
-                    "apply a version. Write `with shmsync.Workers(...) as workers:`, or call workers.start() first",
-                    version=self.next_version,
-                )
-
-    def refuse_wait(self, acks: Acks) -> None:
-        """Raise if this call would wait for an ack that only its own thread could give, or for Workers not started."""
-        if self.not_started:
-            self.refuse_not_started(None if acks == "all" else acks)
-        if arenas.mapped_so_far == 1:  # by this Publisher: no Subscriber was ever made here
-            return
-        rows = [self.arena.control.row(index) for index in self.arena.rows_held_by_this_thread()]
-        if any(acks == "all" or row.worker in acks for row in rows):
-            raise ProtocolError(
-                "this thread is inside a read section, and wait= would wait for it to leave; leave the section first",
-                version=self.next_version,
-            )
-
     def wait_acks(self, version: int, acks: Acks, deadline: float) -> None:
         """Wait, after the commit, until the workers have applied the version. Raises WorkerDied, AckTimeout."""
         self.wait_until_published(deadline)
         started = time.perf_counter()
-        watch = self.worker_watch
-
-        def closing() -> bool:
-            if watch is not None:
-                watch.look(version)
-            stay_if_exiting()
-            return self._closing
-
         try:
-            try:
-                wait_for_acks(self.pin_wait, version, acks, deadline, closing)
-            except WorkerDied as error:
-                if watch is None or not watch.explains(error):
-                    raise
-            closing()
+            self.workers.wait(version, acks, deadline, self._is_closing)
         finally:
             self.counts.ack_wait.add(time.perf_counter() - started)
-            if len(self.peers):  # a worker was late; rows that were given back need no pidfd any more
-                self.peers.keep_only({row.owner for row in self.arena.control.rows()})
 
-    def forget_acks(self, worker: int) -> None:
-        """Another process is `worker` from now on; what those before it applied, who are gone, is not its doing."""
-        control, mine = self.arena.control, me().owner
-        for row in control.rows(left=True):
-            if row.worker != worker:
-                continue
-            if row.owner == 0 or (not self.peers.alive(row.owner) and control.reap(*row.id, mine)):
-                control.forget(row.number, mine)
-
-    def free_rows_of(self, pid: int) -> None:
-        """This process was ended on purpose: its rows are no deaths that a later wait should report."""
-        control, mine = self.arena.control, me().owner
-        for row in control.rows():
-            if pid_of(row.owner) == pid and not self.peers.alive(row.owner):
-                control.reap(*row.id, mine)
+    def _is_closing(self) -> bool:
+        stay_if_exiting()
+        return self._closing
 
     # ---- the end
 
