@@ -99,14 +99,6 @@ nb::object read_state(int fd, const Header& header) {
   return d;
 }
 
-nb::object read_manifest(int fd, const Header& header) {
-  if (!header.fits()) return nb::none();
-  const std::size_t size = header.identity().manifest_bytes;
-  const std::unique_ptr<char[]> text(new char[size]);
-  if (!read_at(fd, text.get(), size, header.layout().manifest_offset)) return nb::none();
-  return nb::bytes(text.get(), size);
-}
-
 }  // namespace
 
 void bind_observe(nb::module_& m) {
@@ -134,6 +126,9 @@ void bind_observe(nb::module_& m) {
       .def_prop_ro("slab_handle", &octets<&Identity::slab_handle>,
                    "By which the memory of a device is opened; else zeros.")
       .def_prop_ro("manifest_bytes", &word<&Identity::manifest_bytes>)
+      .def_prop_ro(
+          "manifest_offset", [](const Header& header) { return header.layout().manifest_offset; },
+          "Where the manifest begins in the file of one that fits.")
       .def_prop_ro("fingerprint", &word<&Identity::fingerprint>);
   m.def("read_identity", &read_identity, "fd"_a,
         "The identity of a control segment; None when the file is too short to hold one.");
@@ -141,9 +136,6 @@ void bind_observe(nb::module_& m) {
         nb::sig("def read_state(fd: int, header: Header) -> dict | None"),
         "What publication, slots and reader table of a segment say now, without mapping it; None when it is shorter "
         "than its header says. `rows`: a Row for each that is claimed.");
-  m.def("read_manifest", &read_manifest, "fd"_a, "header"_a,
-        nb::sig("def read_manifest(fd: int, header: Header) -> bytes | None"),
-        "The manifest of a segment, without mapping it; None when it is shorter than its header says.");
 }
 
 }  // namespace shmsync::bind

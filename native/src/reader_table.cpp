@@ -39,34 +39,23 @@ void ReaderTable::clear(ReaderRow& row) {
 }
 
 std::optional<std::uint32_t> ReaderTable::claim(std::uint64_t me, std::int32_t worker) {
-  for (std::uint32_t i = 0; i < count_; ++i) {
-    std::uint64_t free = 0;
-    // SYNC row.free: acquire; pairs with release(), so the pin and want that it cleared are seen.
-    if (rows_[i].owner.load(std::memory_order_relaxed) == 0 &&
-        rows_[i].owner.compare_exchange_strong(free, me, std::memory_order_acq_rel)) {
-      SHMSYNC_FAILPOINT("claim.owner");
-      unname(rows_[i]);
-      clear(rows_[i]);
-      SHMSYNC_FAILPOINT("claim.cleared");
-      rows_[i].worker.store(worker, std::memory_order_release);  // SYNC worker: after acked = 0
-      SHMSYNC_FAILPOINT("claim.worker");
-      return i;
-    }
-  }
+  for (std::uint32_t i = 0; i < count_; ++i)
+    if (rows_[i].owner.load(std::memory_order_relaxed) == 0 && take_over(i, 0, me, worker)) return i;
   return std::nullopt;
 }
 
-bool ReaderTable::take_over(std::uint32_t row, std::uint64_t dead, std::uint64_t me, std::int32_t worker) {
-  // The CAS comes first: until it succeeds the row is the dead owner's, and the writer or another joiner
+bool ReaderTable::take_over(std::uint32_t row, std::uint64_t before, std::uint64_t me, std::int32_t worker) {
+  // The CAS comes first: until it succeeds the row is free or the dead owner's, and the writer or another joiner
   // may be taking it at this moment. In between, the dead owner's pin only delays reuse.
-  // SYNC row.free: acquire; the pin that the dead owner stored, and what others did to the row before, are seen.
-  if (!rows_[row].owner.compare_exchange_strong(dead, me, std::memory_order_acq_rel)) return false;
-  SHMSYNC_FAILPOINT("take_over.owner");
+  // SYNC row.free: acquire; pairs with release(). What it cleared is seen, or the pin that the dead owner stored, and
+  // what others did to the row before.
+  if (!rows_[row].owner.compare_exchange_strong(before, me, std::memory_order_acq_rel)) return false;
+  SHMSYNC_FAILPOINT("claim.owner");
   unname(rows_[row]);
   clear(rows_[row]);
-  SHMSYNC_FAILPOINT("take_over.cleared");
+  SHMSYNC_FAILPOINT("claim.cleared");
   rows_[row].worker.store(worker, std::memory_order_release);  // SYNC worker: after acked = 0
-  SHMSYNC_FAILPOINT("take_over.worker");
+  SHMSYNC_FAILPOINT("claim.worker");
   return true;
 }
 

@@ -92,8 +92,8 @@ def check_readable(name: str, header: _native.Header) -> None:
 def read_manifest(name: str, fd: int, header: _native.Header) -> Manifest:
     """The manifest of a segment with this header. Raises ArenaCorrupt."""
     check_readable(name, header)
-    text = _native.read_manifest(fd, header)
-    if text is None:
+    text = os.pread(fd, header.manifest_bytes, header.manifest_offset)
+    if len(text) < header.manifest_bytes:
         raise ArenaCorrupt(f"the segment of arena {name!r} is shorter than its header says; look again")
     return checked_manifest(name, text, header)
 

@@ -13,28 +13,27 @@ from support.weights import stamped
 
 SHORT = 0.2  # seconds
 DEAD, WORKER = 5, 7
-MAPPING = ["attach.mapped", "slab.attached"]
-ROWS, STEPS = ["claim", "take_over"], ["owner", "cleared", "worker"]
-JOINING = [*product(MAPPING, ROWS), *((f"{row}.{step}", row) for row in ROWS for step in STEPS)]
+MAPPING, CLAIMING = ["attach.mapped", "slab.attached"], ["claim.owner", "claim.cleared", "claim.worker"]
+JOINING = [*product(MAPPING + CLAIMING, ["free", "dead"])]
 
 
 @pytest.mark.parametrize(("point", "row"), JOINING)
 def test_a_joining(start, hold, row, point, slots, consistency):
     """No process waits for it forever, it is named by its own index, and its row is free when it is dead."""
     earlier, joiner, heir = start(3)
-    rows = 2 if row == "take_over" else 3
+    rows = 2 if row == "dead" else 3
     with (
         shmsync.Publisher(stamped(1), slots=slots, max_readers=rows) as pub,
         shmsync.Subscriber(pub.handle, worker=0) as other,
     ):
         earlier.call(attach, pub.handle, worker=DEAD)
         earlier.call(enter)
-        if row == "take_over":
+        if row == "dead":
             earlier.kill()  # with its pin
         else:
             earlier.call(detach)  # its row keeps its index until the next one has it
         held = hold(joiner, point).run(attach, pub.handle, worker=WORKER, consistency=consistency)
-        pinned = point == "take_over.owner"  # the pin of the dead, until it is cleared
+        pinned = (point, row) == ("claim.owner", "dead")  # its pin is there until it is cleared
         if held.killed:
             for version in range(2, slots + 3):
                 assert pub.publish(stamped(version), timeout=for_ever) == version

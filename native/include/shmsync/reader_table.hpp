@@ -43,8 +43,8 @@ class ReaderTable {
   // Takes a free row for process `me`; nullopt when none is free.
   std::optional<std::uint32_t> claim(std::uint64_t me, std::int32_t worker);
 
-  // Takes the row of `dead`, a process known to be dead; false when another process was quicker.
-  bool take_over(std::uint32_t row, std::uint64_t dead, std::uint64_t me, std::int32_t worker);
+  // Takes the row of `before`, a process known to be dead, or 0; false when another process was quicker.
+  bool take_over(std::uint32_t row, std::uint64_t before, std::uint64_t me, std::int32_t worker);
 
   // Frees the row of `dead`, pin included; false when another process was quicker.
   bool reap(std::uint32_t row, std::uint64_t dead, std::uint64_t me);

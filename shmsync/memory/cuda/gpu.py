@@ -76,37 +76,6 @@ class GpuEvent:
     keep: object
 
 
-def stream_or_event(given: object, index: int) -> GpuStream | GpuEvent:
-    """A stream or an event of torch's, or an object with __cuda_stream__(). `index`: the GPU if it does not say.
-
-    Raises TypeError for anything else, and for an event that was never recorded.
-    """
-    if isinstance(given, (GpuStream, GpuEvent)):
-        return given
-    device: Any = getattr(given, "device", None)
-    place = getattr(device, "index", None)
-    place = index if place is None else int(place)
-    stream, event = getattr(given, "cuda_stream", None), getattr(given, "cuda_event", None)
-    if isinstance(stream, int):
-        return GpuStream(stream, place, given)
-    if isinstance(event, int):
-        if event == 0:
-            raise TypeError(f"{given!r} has never been recorded, so it orders nothing; record() it on a stream first")
-        return GpuEvent(event, given)
-    protocol = getattr(type(given), "__cuda_stream__", None)
-    if protocol is not None:
-        _, handle = protocol(given)
-        return GpuStream(int(handle), place, given)
-    raise TypeError(f"a stream or an event of cuda:{index} is needed, for example torch.cuda.Stream(), not {given!r}")
-
-
-def uuid_of(calls: CudaCalls, index: int) -> bytes:
-    """The UUID of a GPU; makes no context on it."""
-    answer = calls.cudaGetDeviceProperties(index)
-    properties = _taken(calls, "cudaGetDeviceProperties", answer, f"cuda:{index}", "looking at its properties")
-    return bytes(properties.uuid.bytes)
-
-
 class Gpu:
     """One GPU, as this process uses it. Its errors are DeviceFailed; they may come with a later call.
 
@@ -119,6 +88,7 @@ class Gpu:
         kind: the number that the header of a segment has for such a device.
         name: as users name it and as in an error: "cuda:0".
         torch_device: where torch says that the tensors over its memory are.
+        uuid: the same in every process, whatever numbers the GPUs have there.
     """
 
     kind: int = _native.SLAB_CUDA
@@ -127,7 +97,8 @@ class Gpu:
         self.name = f"cuda:{index}"
         self.torch_device = torch.device("cuda", index)
         self._index, self._calls, self._side = index, calls, side
-        self._uuid = uuid_of(calls, index)
+        properties = self._call("looking at its properties", "cudaGetDeviceProperties", index)
+        self.uuid = bytes(properties.uuid.bytes)
         self._exported: weakref.WeakValueDictionary[bytes, torch.UntypedStorage] = weakref.WeakValueDictionary()
         self._events: dict[int, list[int]] = {}  # by GPU: those that may be used again
         self._probe: GpuStream | None = None
@@ -156,14 +127,11 @@ class Gpu:
             return self._storage(Block(address, size, lambda: self._give_back(lambda: self._calls.cudaFree(address))))
 
     def export(self, storage: torch.UntypedStorage) -> bytes:
-        """By what another process of this machine opens it, HANDLE_BYTES: the GPU's UUID, and CUDA's own handle.
-
-        Processes may see the same GPU under different numbers.
-        """
+        """By what another process of this machine opens it, HANDLE_BYTES: the GPU's UUID, and CUDA's own handle."""
         with self._here():
             memory: bytes = self._call("sharing memory", "cudaIpcGetMemHandle", storage.data_ptr())
         self._exported[memory] = storage
-        return self._uuid + memory
+        return self.uuid + memory
 
     def open(self, handle: bytes, size: int) -> torch.UntypedStorage:
         """The memory that a process, which lives, has exported. Raises ArenaNotFound, NoSpace.
@@ -178,7 +146,7 @@ class Gpu:
         with self._here():
             answer = self._calls.cudaIpcOpenMemHandle(memory)
             if int(answer[0]):
-                error = _error(self._calls, "cudaIpcOpenMemHandle", answer)
+                error = self._error("cudaIpcOpenMemHandle", answer)
                 raise not_opened(error, self.name) from error
             address = int(answer[1])
             close = partial(self._calls.cudaIpcCloseMemHandle, address)
@@ -230,9 +198,30 @@ class Gpu:
     def as_stream(self, given: object) -> GpuStream | GpuEvent:
         """A user's stream, of this GPU or another one, or what one has done when it was recorded (an event).
 
-        Raises TypeError for anything else.
+        `given`: torch's, or an object with __cuda_stream__(). Raises TypeError for anything else, and for an event that
+        was never recorded.
         """
-        return stream_or_event(given, self._index)
+        if isinstance(given, (GpuStream, GpuEvent)):
+            return given
+        device: Any = getattr(given, "device", None)
+        place = getattr(device, "index", None)
+        place = self._index if place is None else int(place)
+        stream, event = getattr(given, "cuda_stream", None), getattr(given, "cuda_event", None)
+        if isinstance(stream, int):
+            return GpuStream(stream, place, given)
+        if isinstance(event, int):
+            if event == 0:
+                raise TypeError(
+                    f"{given!r} has never been recorded, so it orders nothing; record() it on a stream first"
+                )
+            return GpuEvent(event, given)
+        protocol = getattr(type(given), "__cuda_stream__", None)
+        if protocol is not None:
+            _, handle = protocol(given)
+            return GpuStream(int(handle), place, given)
+        raise TypeError(
+            f"a stream or an event of {self.name} is needed, for example torch.cuda.Stream(), not {given!r}"
+        )
 
     def capturing(self, stream: GpuStream | GpuEvent) -> bool:
         """Is what this stream is given now only recorded, to be done later, perhaps more than once (a CUDA graph)?"""
@@ -405,7 +394,19 @@ class Gpu:
         return self._take(doing, name, getattr(self._calls, name)(*arguments), needed)
 
     def _take(self, doing: str, call: str, answer: Answer, needed: int | None = None) -> Any:
-        return _taken(self._calls, call, answer, self.name, doing, needed)
+        """What a call gave: its one value, or all of several. Raises the error for a code."""
+        if int(answer[0]):
+            error = self._error(call, answer)
+            raise refused(doing, error, self.name, needed) from error
+        return answer[1] if len(answer) == 2 else answer[1:]
+
+    def _error(self, call: str, answer: Answer) -> CudaError:
+        code = answer[0]
+        self._calls.cudaGetLastError()  # it stays this thread's last error else, and torch's next call is blamed for it
+        name = getattr(code, "name", None)
+        if name is None:  # a code that the bindings do not know
+            return CudaError(call, int(code), "an unknown code", "see the documentation of the driver")
+        return CudaError(call, int(code), name, self._calls.cudaGetErrorString(code)[1].decode())
 
     def _give_back(self, call: Callable[[], Answer], index: int | None = None) -> None:
         """Free something, perhaps in a garbage collection: no call can raise an error."""
@@ -429,20 +430,3 @@ class Gpu:
                 f"using it; this is a fault of torch {torch.__version__} or of shmsync, please report it"
             )
         return storage
-
-
-def _taken(calls: CudaCalls, call: str, answer: Answer, device: str, doing: str, needed: int | None = None) -> Any:
-    """What a call gave: its one value, or all of several. Raises the error for a code."""
-    if int(answer[0]):
-        error = _error(calls, call, answer)
-        raise refused(doing, error, device, needed) from error
-    return answer[1] if len(answer) == 2 else answer[1:]
-
-
-def _error(calls: CudaCalls, call: str, answer: Answer) -> CudaError:
-    code = answer[0]
-    calls.cudaGetLastError()  # it stays this thread's last error else, and torch's next call would be blamed for it
-    name = getattr(code, "name", None)
-    if name is None:  # a code that the bindings do not know
-        return CudaError(call, int(code), "an unknown code", "see the documentation of the driver")
-    return CudaError(call, int(code), name, calls.cudaGetErrorString(code)[1].decode())

@@ -12,7 +12,7 @@ import torch
 from ... import _native
 from ...errors import ArenaNotFound, DeviceFailed, ForkedHandle
 from .calls import UUID_SIZE, CudaCalls, TorchSide
-from .gpu import Gpu, uuid_of
+from .gpu import Gpu
 
 _DRIVER = "libcuda.so.1"
 
@@ -47,15 +47,15 @@ def holder(handle: bytes, arena: str) -> Gpu:
     """
     uuid = handle[:UUID_SIZE]
     with _lock:
-        calls, side, _ = _used(_native.fork_generation())
-        seen = [uuid_of(calls, index) for index in range(side.count())]
-        if uuid not in seen:
-            raise ArenaNotFound(
-                f"arena {arena!r} lies on {named(uuid)}, but this process sees "
-                f"{', '.join(map(named, seen)) or 'no GPU'}; let CUDA_VISIBLE_DEVICES contain that GPU (in any place "
-                "of the list), in a container --gpus; or publish with device='cpu'"
-            )
-        return device(seen.index(uuid))
+        _, side, _ = _used(_native.fork_generation())
+        seen = {gpu.uuid: gpu for gpu in map(device, range(side.count()))}  # which makes no context on them
+    if uuid not in seen:
+        raise ArenaNotFound(
+            f"arena {arena!r} lies on {named(uuid)}, but this process sees {', '.join(map(named, seen)) or 'no GPU'}; "
+            "let CUDA_VISIBLE_DEVICES contain that GPU (in any place of the list), in a container --gpus; or publish "
+            "with device='cpu'"
+        )
+    return seen[uuid]
 
 
 def named(uuid: bytes) -> str:
