@@ -41,6 +41,13 @@ std::uint32_t crc_of(const Identity& identity) {
   return ~crc;
 }
 
+std::string failure_in(const ReplyLine& line) {
+  std::string text(line.failure, strnlen(line.failure, kFailureBytes));
+  for (char& each : text)
+    if (each < ' ' || each > '~') each = '?';
+  return text;
+}
+
 Control* Control::create(int fd, Identity& identity, std::string_view manifest) {
   const Layout layout = Layout::of(identity.slots, identity.readers, manifest.size());
   std::byte* base = map(fd, layout.segment_bytes, PROT_READ | PROT_WRITE);

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 #include "shmsync/publication.hpp"
@@ -24,6 +25,9 @@ struct Header {
 
 // CRC-32 of the bytes of an identity, but for the CRC itself and `ready`.
 std::uint32_t crc_of(const Identity& identity);
+
+// What the line says of a worker that failed; "" while none has. Any process may have written it.
+std::string failure_in(const ReplyLine& line);
 
 class Control {
  public:

@@ -9,6 +9,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstddef>
@@ -162,6 +163,14 @@ void bind_memory(nb::module_& m) {
           nb::rv_policy::take_ownership)
       .def_static("attach", &Control::attach, "fd"_a, "header"_a, nb::rv_policy::take_ownership)
       .def("make_ready", &Control::make_ready)
+      .def_prop_rw(
+          "failure", [](const Control& c) { return failure_in(c.reply()); },
+          [](Control& c, std::string_view text) {
+            char* const to = c.reply().failure;
+            std::memset(to, 0, kFailureBytes);
+            std::memcpy(to, text.data(), std::min(text.size(), kFailureBytes));
+          },
+          "How a worker failed, for people; \"\": none has. What is longer than its place is cut off.")
       .def(
           "claim",
           [](Control& c, std::uint64_t me, std::int32_t worker) -> nb::object {

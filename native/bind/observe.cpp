@@ -5,6 +5,7 @@
 // subscriber, too, reads and checks identity and manifest before it maps anything (shmsync/memory/segment_file.py).
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -71,11 +72,13 @@ nb::object read_state(int fd, const Header& header) {
   const std::uint32_t slots = header.identity().slots, readers = header.identity().readers;
   alignas(SlotLine) std::byte lines[kMaxSlots * sizeof(SlotLine)];
   alignas(PublicationLine) std::byte publication[sizeof(PublicationLine)];
+  alignas(ReplyLine) std::byte reply[sizeof(ReplyLine)];
   const std::unique_ptr<ReaderRow[]> table(new ReaderRow[readers]);
   // The rows come first: an ack that is seen is not newer than the version that is seen.
   if (!read_at(fd, table.get(), readers * sizeof(ReaderRow), layout.rows_offset) ||
       !read_at(fd, lines, slots * sizeof(SlotLine), kSlotsOffset) ||
-      !read_at(fd, publication, sizeof publication, kPublicationOffset))
+      !read_at(fd, publication, sizeof publication, kPublicationOffset) ||
+      !read_at(fd, reply, sizeof reply, layout.reply_offset))
     return nb::none();
 
   nb::list seqs, rows;
@@ -90,6 +93,7 @@ nb::object read_state(int fd, const Header& header) {
   d["slot"] = slot_of(current);
   d["gated"] = gated(current);
   d["state"] = line.state.load(relaxed);
+  d["failure"] = failure_in(*reinterpret_cast<const ReplyLine*>(reply));
   d["seqs"] = seqs;
   d["rows"] = rows;
   return d;

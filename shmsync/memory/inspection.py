@@ -20,7 +20,7 @@ from .leftovers import names as all_names
 from .manifest import Manifest
 from .process import Peers, me, pid_of, refusals
 from .segment import figures
-from .segment_file import check_readable, failure, may_live, opened, read_header, read_manifest
+from .segment_file import check_readable, may_live, opened, read_header, read_manifest
 from .slab import slab_bytes
 
 
@@ -152,7 +152,7 @@ def _look(name: str, fd: int, peers: Peers) -> ArenaSeen:
         slot_bytes=header.slot_bytes,
         version=version,
         state=_STATES.get(seen["state"], f"state {seen['state']}"),
-        failure=failure(fd),
+        failure=seen["failure"],
         gated=bool(seen["gated"]),
         max_readers=header.readers,
         slots=tuple(

@@ -20,7 +20,6 @@ from .process import Peer, close, exists, is_held, me, pid_of
 FOLDER = "/dev/shm"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # of arenas
 PREFIX = "shmsync."
-_FAILURE = (276, 64)  # offset and bytes; native/include/shmsync/layout.hpp
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)  # of opening a link, a folder, a socket, a device
 
 
@@ -120,27 +119,6 @@ def may_live(header: _native.Header, fd: int) -> bool:
     if header.abi != _native.ABI:  # of its owner word we know the pid only
         return exists(pid_of(header.owner))
     return not Peer(owner=header.owner).dead
-
-
-def failure(fd: int) -> str:
-    """How a worker of this segment failed, as "worker 0 failed: ValueError"; "" while none has."""
-    offset, size = _FAILURE
-    text = os.pread(fd, size, offset).partition(b"\0")[0].decode("ascii", "replace")
-    return "".join(char for char in text if char.isprintable())
-
-
-def show_failure(name: str, session: bytes, who: str, what: str) -> None:
-    """Let `shmsync list` and others show "`who` `what`" for an arena.
-
-    "" takes back what was shown for `who`, a worker that was started again.
-    """
-    with suppress(OSError, ArenaCorrupt, ArenaNotFound), opened(name) as fd:
-        if fd is None or read_header(name, fd).session != session:
-            return
-        if what or failure(fd).startswith(f"{who} "):
-            offset, size = _FAILURE
-            text = f"{who} {what}".encode("ascii", "replace") if what else b""
-            os.pwrite(fd, text[:size].ljust(size, b"\0"), offset)
 
 
 def unlink(name: str, segment: os.stat_result) -> None:

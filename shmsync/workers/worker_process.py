@@ -24,10 +24,9 @@ import torch
 from ..engine.outcome import Failure
 from ..engine.subscriber import Subscriber, reader_of
 from ..errors import ClosedError
-from ..memory.arena import arenas_read
+from ..memory.arena import sessions_read, show_failure
 from ..memory.process import Peer, dead_parent
 from ..memory.segment import Handle
-from ..memory.segment_file import show_failure
 
 ATTACHED = "attached"  # it uses these arenas
 FAILED, RETURNED = "failed", "returned"  # the last word of a worker
@@ -85,14 +84,13 @@ def _reported(control: Connection) -> Iterator[None]:
 def attached(control: Connection) -> None:
     """This worker has its weights: tell the trainer where, and take back how one in its place has failed."""
     _show("")
-    control.send((ATTACHED, arenas_read()))
+    control.send((ATTACHED, sessions_read()))
 
 
 def _show(failure: str) -> None:
     """Let `shmsync list` show how this worker failed, beside the arenas that it reads."""
     who = multiprocessing.current_process().name.removeprefix("shmsync-").replace("-", " ")
-    for name, session in arenas_read():
-        show_failure(name, session, who, failure)
+    show_failure(who, failure, sessions_read())
 
 
 def _end_after(trainer: int) -> None:

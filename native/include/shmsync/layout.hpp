@@ -6,12 +6,12 @@
 //   ...    manifest       u64 length + UTF-8 JSON, written once
 //   ------ page boundary: everything above is mapped read-only by readers, everything below writable
 //   ...    reader[i]      one line per row, written by the process that owns the row
-//   ...    reply          one line, any reader
+//   ...    reply          one line, any process of the arena
 //
 // All words are little-endian. A line is 128 bytes: two 64-byte cache lines, because the adjacent-line
 // prefetcher of x86 and the 128-byte lines of some Arm cores both share at that distance.
 //
-// INV: each line has one writer at a time, named beside it. The reply word alone is written by many.
+// INV: each line has one writer at a time, named beside it. The reply line alone is written by many.
 #pragma once
 
 #include <atomic>
@@ -24,10 +24,11 @@ namespace shmsync {
 static_assert(std::endian::native == std::endian::little, "shmsync lays its words out little-endian");
 
 inline constexpr std::uint64_t kMagic = 0x31434e59534d4853;  // "SHMSYNC1"
-inline constexpr std::uint32_t kAbi = 8;                     // any change to this file, or to the manifest, raises it
+inline constexpr std::uint32_t kAbi = 9;                     // any change to this file, or to the manifest, raises it
 inline constexpr std::uint32_t kEndianTag = 0x01020304;
 inline constexpr std::size_t kLine = 128;
 inline constexpr std::size_t kHandleBytes = 80;
+inline constexpr std::size_t kFailureBytes = 64;
 inline constexpr std::size_t kPage = 65536;  // the largest page size of the systems we run on (arm64)
 inline constexpr std::uint32_t kMaxSlots = 127;
 inline constexpr std::uint32_t kMaxDeviceSlots = 64;  // bits of `held`
@@ -116,14 +117,11 @@ static_assert(offsetof(Identity, ready) == 132);
 struct alignas(kLine) PublicationLine {  // writer: the publisher
   Word64 current;                        // the only publication point
   Word32 state;
-  Word32 notify;     // futex: readers wait for it to change
-  Word32 waiting;    // 1 while the writer may sleep on `reply`
-  char failure[64];  // how a worker failed, for people; written through the file (memory/segment_file.py), by any
-                     // process
+  Word32 notify;   // futex: readers wait for it to change
+  Word32 waiting;  // 1 while the writer may sleep on `reply`
 };
 static_assert(sizeof(PublicationLine) == kLine);
 static_assert(offsetof(PublicationLine, notify) == 12);
-static_assert(offsetof(PublicationLine, failure) == 20);
 
 struct alignas(kLine) SlotLine {  // writer: the publisher
   Word64 seq;                     // 2·version when complete, 2·version − 1 while that version is written
@@ -145,8 +143,9 @@ struct alignas(kLine) ReaderRow {    // writer: the process in `owner`
 static_assert(sizeof(ReaderRow) == kLine);
 static_assert(offsetof(ReaderRow, worker) == 28);
 
-struct alignas(kLine) ReplyLine {  // writer: any reader
+struct alignas(kLine) ReplyLine {  // writer: any process of the arena
   Word32 reply;                    // futex: the waiting writer sleeps on it
+  char failure[kFailureBytes];     // how a worker failed, for people alone: two that write at once may mix their texts
 };
 static_assert(sizeof(ReplyLine) == kLine);
 
