@@ -7,7 +7,7 @@ import operator
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -62,18 +62,17 @@ def arena_around(tensor: torch.Tensor, address: int) -> Arena | None:
 
 
 def sessions_read() -> list[bytes]:
-    """The sessions of the arenas that this process reads."""
+    """The sessions of the arenas that this process is attached to."""
     return [arena.session for arena in _all_mapped() if arena.reader is not None]
 
 
-def show_failure(who: str, what: str, session: bytes | None = None) -> None:
-    """Let `shmsync list` and others show "`who` `what`" beside the arena of this session; None: beside all it reads.
+def show_failure(who: str, what: str, sessions: Collection[bytes]) -> None:
+    """Let `shmsync list` and others show "`who` `what`" beside the arenas of these sessions that this process has.
 
     "" takes back what was shown for `who`, a worker that was started again.
     """
     for arena in _all_mapped():
-        shows = arena.session == session or (session is None and arena.reader is not None)
-        if shows and (what or arena.control.failure.startswith(f"{who} ")):
+        if arena.session in sessions and (what or arena.control.failure.startswith(f"{who} ")):
             arena.control.failure = f"{who} {what}" if what else ""
 
 

@@ -61,7 +61,7 @@ class Process:
                 "start the workers in the main process, or pass pub.handle to processes that you start yourself"
             )
         self._who = who
-        self._arenas: list[bytes] = []  # the sessions of those that it reads
+        self._sessions: list[bytes] = []  # of the arenas that it reads
         self.failure: Failure | None = None
         self.received: list[tuple[str, Any]] = []
         self.attached = self.over = self.reported = self._returned = False
@@ -128,7 +128,7 @@ class Process:
             while self.connection.poll():
                 word, content = self.connection.recv()
                 if word == ATTACHED:
-                    self.attached, self._arenas = True, content
+                    self.attached, self._sessions = True, content
                 elif word == FAILED:
                     self.failure = self.failure or content
                 elif word == RETURNED:
@@ -140,8 +140,7 @@ class Process:
         self.over = gone
         if self.unsaid and self.failure is None:
             _log.warning("%s died (%s)", self._who, self.how)
-            for session in self._arenas:
-                show_failure(self._who, f"died: {self.how}", session)
+            show_failure(self._who, f"died: {self.how}", self._sessions)
 
     def close(self) -> None:
         """Kill it if it runs, which is no loss, and close its pipe. Idempotent."""

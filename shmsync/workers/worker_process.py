@@ -90,7 +90,7 @@ def attached(control: Connection) -> None:
 def _show(failure: str) -> None:
     """Let `shmsync list` show how this worker failed, beside the arenas that it reads."""
     who = multiprocessing.current_process().name.removeprefix("shmsync-").replace("-", " ")
-    show_failure(who, failure)
+    show_failure(who, failure, sessions_read())
 
 
 def _end_after(trainer: int) -> None:
