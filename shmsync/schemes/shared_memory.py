@@ -344,6 +344,7 @@ class SharedMemSender(PipeSender):
 
     @override
     def _announce(self, links: Mapping[int, Link], *, again: bool = False) -> Posted:
+        version = self.version
         tags: dict[int, Tag] = {}
         made: dict[int, tuple[Handle, Tag, bytes]] = {}  # by group
         group_of = self._scheme._groups.of
@@ -361,7 +362,7 @@ class SharedMemSender(PipeSender):
             if again or link.registered.get(self._model_id) != handle:
                 self._tell(index, link, handle)
             link.post(frame, tags[index])
-        return Posted(self.version, links, tags)
+        return Posted(version, links, tags)
 
     @override
     def _gather(self, posted: Posted, deadline: float) -> None:
