@@ -8,16 +8,17 @@ are written by each accepted send.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from multiprocessing import util
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
 from ..engine.publisher import Publisher, writer_of
-from ..engine.source.dtypes import Dtypes, dtypes_of
+from ..engine.source.dtypes import dtypes_of
 from ..engine.source.sources import EVERYTHING, Weights, collect
 from ..engine.write.writer import Writer
 from ..memory.manifest import Key
@@ -25,17 +26,6 @@ from ..memory.torch_modes import run_plainly
 from .strategy import Fit, WeightStrategy, has_dotted_keys, leaves_of, write
 
 ALL = 0  # the group of every worker, where no groups= were given
-
-
-class ArenaOptions(NamedTuple):
-    """How the arenas of a scheme are made; see SharedMemWeightSyncScheme."""
-
-    slots: int
-    timeout: float
-    partial: bool
-    dtype: Dtypes
-    device: torch.device | str | None
-    split: bool  # are there several groups?
 
 
 class Groups:
@@ -66,18 +56,16 @@ class Groups:
         """The groups of these workers, which must be whole groups of `everybody`."""
         if self.one and len(workers) == len(everybody):
             return [ALL]
-        members: dict[int, set[int]] = {}
-        for worker in everybody:
-            members.setdefault(self.of(worker), set()).add(worker)
-        wanted = set(workers)
-        for group in members.values():
-            if wanted & group and not group <= wanted:
-                split = [sorted(group & wanted), sorted(group - wanted)]
+        wanted = {self.of(worker) for worker in workers}
+        for other in everybody:
+            if other not in workers and self.of(other) in wanted:
+                group = sorted(worker for worker in everybody if self.of(worker) == self.of(other))
+                split = [[worker for worker in group if (worker in workers) == here] for here in (True, False)]
                 raise ValueError(
-                    f"workers {sorted(group)} share one arena, so a send cannot reach {split[0]} alone; split them "
-                    f"with groups={split}, or send to all of them"
+                    f"workers {group} share one arena, so a send cannot reach {split[0]} alone; split them with "
+                    f"groups={split}, or send to all of them"
                 )
-        return sorted(number for number, group in members.items() if wanted & group)
+        return sorted(wanted)
 
 
 class ModelArenas:
@@ -88,25 +76,19 @@ class ModelArenas:
 
     Args:
         model_id: for errors.
-        options: of the arenas.
+        scheme: the SharedMemWeightSyncScheme, which says how they are made. Held weakly: it holds them.
         given: a Publisher of the user's own, which is the arena of all workers.
-        registered: a TensorDict of the user's own: the first version, and it shows each later one.
 
     Attributes:
+        registered: a TensorDict of the user's own: the first version, and it shows each later one.
         in_use: has a worker applied a version, or may one that is late?
     """
 
-    def __init__(
-        self,
-        model_id: str,
-        options: ArenaOptions,
-        given: Publisher | None = None,
-        registered: TensorDictBase | None = None,
-    ) -> None:
+    def __init__(self, model_id: str, scheme: Any, given: Publisher | None = None) -> None:
         self._model_id = model_id
-        self._options = options
+        self._scheme = weakref.proxy(scheme)
         self._given = given
-        self.registered = registered
+        self.registered: TensorDictBase | None = None
         self.in_use = False
         self.by_group: dict[int, Publisher] = {} if given is None else {ALL: given}
         # Leaves that weights may lack: buffers that are never saved.
@@ -154,20 +136,20 @@ class ModelArenas:
             self._outside = self._move(self.registered)
 
     def _make(self, source: Weights, known: Writer | None, version: int, readers: int) -> Publisher:
-        options = self._options
-        dtype = options.dtype
+        scheme = self._scheme
+        dtype = scheme.dtype
         if known is not None:  # all arenas of a model cast the same
             dtype = dtypes_of(known.arena.manifest)
-        elif options.partial:
+        elif scheme.partial:
             dtype = WeightStrategy(dtype=dtype, partial=True).usable_dtype(leaves_of(source)[0])
         publisher = Publisher(
             source,
-            slots=options.slots,
+            slots=scheme.slots,
             max_readers=max(64, 2 * readers),
-            device=options.device,
+            device=scheme.device,
             dtype=dtype,
-            include=["*"] if options.partial else None,  # a worker's module may have other leaves besides
-            timeout=options.timeout,
+            include=["*"] if scheme.partial else None,  # a worker's module may have other leaves besides
+            timeout=scheme.timeout,
             first_version=version,
         )
         writer_of(publisher).forget_source()  # each send has its own
@@ -189,7 +171,7 @@ class ModelArenas:
             version += 1
         content = _with_paths(source)
         there = [writer_of(self.by_group[group]) for group in groups if group in self.by_group]
-        optional = None if self._options.partial else self._optional
+        optional = None if self._scheme.partial else self._optional
         if len(there) > 1:
             for writer in there:
                 writer.check_weights(content, deadline, optional)
@@ -206,7 +188,7 @@ class ModelArenas:
     def _completed(self, source: Weights) -> Weights:
         """What a new group's arena begins with: where sends are partial, with what the others have."""
         newest = self.newest
-        if newest is None or not self._options.partial:
+        if newest is None or not self._scheme.partial:
             return source
         there = newest.arena.weights(newest.current[1])
         whole, part = (collect(each, EVERYTHING) for each in (there, _with_paths(source)))
@@ -226,14 +208,14 @@ class ModelArenas:
         arena = writer_of(publisher).arena
         found = collect(weights, EVERYTHING, arena.manifest, to_write=True)
         outside = {key: leaf for key, leaf in found.items() if key in arena.manifest.by_key}
-        if self._options.split or arena.slots > 1 or arena.on_device is not None:
+        if self._scheme.groups is not None or arena.slots > 1 or arena.on_device is not None:
             return outside
         views = arena.views(0, writable=True)
         for key, leaf in list(outside.items()):
             if _is_alone(leaf) and leaf.dtype == views[key].dtype:
                 leaf.data = views[key]
                 del outside[key]
-        if outside and self._options.dtype is None:
+        if outside and self._scheme.dtype is None:
             warnings.warn(
                 f"{len(outside)} leaves of the TensorDict that is registered for {self._model_id!r}, such as "
                 f"{'.'.join(next(iter(outside)))}, share their memory with other tensors, as a module's own parameters "

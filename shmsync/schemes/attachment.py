@@ -15,6 +15,7 @@ from ..errors import ProtocolError
 from ..memory.segment import Handle
 from .devices import lies_elsewhere
 from .links import Inbox
+from .messages import REGISTER, Message
 from .strategy import WeightStrategy
 
 
@@ -31,7 +32,7 @@ class Attachment:
 
     def __init__(self, handle: Handle, scheme: Any, worker: int | None) -> None:
         self.handle = handle
-        self.made_of = (handle, *_options(scheme))
+        self.made_of = handle, scheme.consistency, scheme.timeout, scheme.partial
         self._strategy = WeightStrategy(partial=scheme.partial)
         self._bound: list[weakref.ref[nn.Module]] = []  # at most one
         self.subscriber = Subscriber(handle, consistency=scheme.consistency, worker=worker, timeout=scheme.timeout)
@@ -75,29 +76,35 @@ class Attachment:
         self.subscriber.close()
 
 
-def attached(inbox: Inbox, model_id: str, scheme: Any) -> Attachment:
-    """The attachment to the arena that the sender named last; the one that there is already, if it is to that one.
+def attached(inbox: Inbox, message: Message, scheme: Any, worker: int | None = None) -> Attachment:
+    """The attachment to the arena of a message's model, moved to the version that the message announces.
 
-    Raises ProtocolError when the sender never named one, else as Subscriber() does.
+    It is the one that there is already, if that one is to the arena that the sender named last. `worker`: the index of
+    this worker, where the sender gives it none.
+
+    Raises ValueError for weights that came by value, ProtocolError when the sender never named an arena, else as
+    Subscriber() and Attachment.move_to() do.
     """
+    kind, model_id, content, _ = message
+    if kind == REGISTER:
+        inbox.registered[model_id] = content.handle, getattr(content, "worker", worker)
+    elif type(content) is not int:
+        raise ValueError(f"weights of {model_id!r} came through the pipe; use SharedMemWeightSyncScheme on both sides")
     if model_id not in inbox.registered:
         raise ProtocolError(
             f"{model_id!r} was never registered here; keep one receiver for each model, and let it see every message "
             "of the pipe"
         )
-    handle, worker = inbox.registered[model_id]
-    earlier: Attachment | None = inbox.attachments.get(model_id)
-    if earlier is not None and earlier.made_of == (handle, *_options(scheme)):
-        return earlier
-    made = Attachment(handle, scheme, worker)
-    if earlier is not None:
-        earlier.close()  # a module is bound to one arena
-    inbox.attachments[model_id] = made
+    handle, index = inbox.registered[model_id]
+    made: Attachment | None = inbox.attachments.get(model_id)
+    if made is None or made.made_of != (handle, scheme.consistency, scheme.timeout, scheme.partial):
+        earlier, made = made, Attachment(handle, scheme, index)
+        if earlier is not None:
+            earlier.close()  # a module is bound to one arena
+        inbox.attachments[model_id] = made
+    if kind != REGISTER:
+        made.move_to(content)
     return made
-
-
-def _options(scheme: Any) -> tuple[Any, ...]:
-    return scheme.consistency, scheme.timeout, scheme.partial
 
 
 def _close_unused(subscriber: Subscriber, bound: list[weakref.ref[nn.Module]]) -> None:

@@ -79,13 +79,16 @@ class Arguments:
                 return count
         return None
 
-    def reader(self, name: str) -> Callable[[], Any]:
-        """Gives the keyword argument, or what the context has at the time of each call; None once that is gone."""
-        value = self._kwargs.get(name)
-        if value is not None or self.context is None:
-            return lambda: value
-        context = weakref.ref(self.context)
-        return lambda: getattr(context(), name, None)
+    def process_of(self, index: int) -> Callable[[], Any]:
+        """Gives this worker's process as soon as procs= or the context has it; else None."""
+        given = self._kwargs.get("procs")
+        context = None if self.context is None else weakref.ref(self.context)
+
+        def find() -> Any:
+            procs = given if given is not None or context is None else getattr(context(), "procs", None)
+            return procs[index] if procs is not None and index < len(procs) else None
+
+        return find
 
     def model(self) -> Any:
         """The model itself: `model=`, or what the context gives for the id; None if neither does."""

@@ -174,7 +174,7 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Tag], deadline: float, 
 
     def watch(index: int, link: Link) -> bool:
         """Wake up for this worker; False: its pipe has ended, from which no event comes."""
-        peer, over = link.peer, link.ended or link.closed
+        peer, over = link.peer, link.ended
         if not over:
             watched[link.fd] = index
             poller.register(link.fd, select.POLLIN | (select.POLLOUT if link.unsent else 0))

@@ -45,22 +45,17 @@ class NoTransport:
     def send_weights(self, model_id: str, weights: Any) -> None:
         """Does nothing: the workers keep the weights they came with."""
 
-    def send_weights_async(self, model_id: str, weights: Any) -> None:
-        """Does nothing, so wait_ack() has nothing to wait for."""
+    send_weights_async = send_weights
 
-    def wait_ack(self) -> None:
-        """Does nothing: there is no worker to answer."""
+    def wait_ack(self, message: str = "updated") -> None:
+        """Does nothing: there is nobody to answer."""
+
+    send_ack = check_ack = wait_ack
 
     def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
         """None, without waiting: there is no sender."""
         timeout_or_none(timeout)
         return None
-
-    def send_ack(self, message: str = "updated") -> None:
-        """Does nothing: there is no sender to answer."""
-
-    def check_ack(self, message: str = "updated") -> None:
-        """Does nothing: there is no worker to answer."""
 
     def check_connection(self) -> bool:
         """True: there is no connection that could fail."""
@@ -103,13 +98,6 @@ class NoReceiver(WeightReceiver):
     @override
     def _wait_for_first(self, seconds: float) -> None:
         pass
-
-    @override
-    def receive(self, timeout: float | None = 0.001) -> bool:
-        """False: there is no news."""
-        timeout_or_none(timeout)
-        self._scheme.check_open("receive")
-        return False
 
     @override
     def apply_weights(self, weights: Any) -> None:

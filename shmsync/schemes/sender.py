@@ -173,20 +173,8 @@ class WeightSender:
         """Register the workers that init_on_sender() was given."""
         pipes: Sequence[Any] | None = arguments.get("pipes")
         arguments.check_count(pipes, "pipes", "num_workers")
-        procs = arguments.reader("procs")
         for index, pipe in enumerate(pipes or ()):
-            self.register_worker(index, pipe, self._process_of(procs, index))
-
-    def _process_of(self, procs: Any, index: int) -> Any:
-        """A function that gives the worker's process as soon as there is one, or None; None where nobody looks."""
-        if not self._takes_process:
-            return None
-
-        def process() -> Any:
-            current = procs()
-            return current[index] if current is not None and index < len(current) else None
-
-        return process
+            self.register_worker(index, pipe, arguments.process_of(index) if self._takes_process else None)
 
     # ---- a send
 
@@ -408,7 +396,7 @@ class PipeSender(WeightSender):
 
     def _next_version(self, links: Mapping[int, Link], own: int) -> int:
         """A number that no message over these pipes had, so that a late answer counts for nothing else."""
-        return 1 + max(own, *(link.highest.get(self._model_id, 0) for link in links.values()), 0)
+        return 1 + max([own, *[link.highest.get(self._model_id, 0) for link in links.values()]])
 
     @abstractmethod
     def _write(self, source: Any, links: Mapping[int, Link], deadline: float) -> None:

@@ -26,7 +26,7 @@ from ..memory.devices import named
 from ..memory.segment import Handle
 from . import messages
 from .api import WeightSyncScheme
-from .arenas import ALL, ArenaOptions, Groups, ModelArenas
+from .arenas import ALL, Groups, ModelArenas
 from .attachment import Attachment, attached
 from .context import Arguments
 from .links import Inbox, Link
@@ -111,7 +111,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         """The arenas of a model. The first model that asks has the user's own Publisher, if there is one."""
         if model_id not in self._arenas:
             given = None if self._arenas else self._publisher
-            self._arenas[model_id] = ModelArenas(model_id, self._options, given)
+            self._arenas[model_id] = ModelArenas(model_id, self, given)
         return self._arenas[model_id]
 
     def place(self, device: torch.device | str) -> None:
@@ -124,10 +124,6 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
                 f"the scheme has device={self.device!r}, but its workers are on {device!r}; leave one of the two out"
             )
         self.device = device
-
-    @property
-    def _options(self) -> ArenaOptions:
-        return ArenaOptions(self.slots, self.timeout, self.partial, self.dtype, self.device, split=not self._groups.one)
 
     def _register(self, model_id: str, weights: Any) -> None:
         known = self._arenas.get(model_id)
@@ -344,6 +340,7 @@ class SharedMemSender(PipeSender):
 
     @override
     def _announce(self, links: Mapping[int, Link], *, again: bool = False) -> Posted:
+        version = self.version
         tags: dict[int, Tag] = {}
         made: dict[int, tuple[Handle, Tag, bytes]] = {}  # by group
         group_of = self._scheme._groups.of
@@ -361,7 +358,7 @@ class SharedMemSender(PipeSender):
             if again or link.registered.get(self._model_id) != handle:
                 self._tell(index, link, handle)
             link.post(frame, tags[index])
-        return Posted(self.version, links, tags)
+        return Posted(version, links, tags)
 
     @override
     def _gather(self, posted: Posted, deadline: float) -> None:
@@ -432,15 +429,9 @@ class SharedMemTransport(PipeTransport):
     @override
     def _content(self, message: Message) -> TensorDictBase | None:
         """The zero-copy TensorDict of the version; protected only inside a read section."""
-        model_id, inbox = message.model_id, Inbox.of(self.pipe)
-        self._inbox = inbox
-        if message.kind == messages.REGISTER:
-            inbox.registered[model_id] = message.content.handle, getattr(message.content, "worker", None)
-        made = attached(inbox, model_id, self._scheme)
-        if message.kind == messages.REGISTER:
-            return None
-        made.move_to(message.content)
-        return made.subscriber.weights
+        self._inbox = Inbox.of(self.pipe)
+        made = attached(self._inbox, message, self._scheme)
+        return None if message.kind == messages.REGISTER else made.subscriber.weights
 
     def close(self) -> None:
         """End the arenas, or leave them. Idempotent."""
@@ -477,16 +468,7 @@ class SharedMemReceiver(PipeReceiver):
 
     @override
     def _use(self, message: Message) -> None:
-        content, model_id = message.content, self._model_id
-        if message.kind == messages.REGISTER:
-            self._inbox.registered[model_id] = content.handle, getattr(content, "worker", self._worker_idx)
-            self._attachment = None  # perhaps to another arena
-        elif type(content) is not int:
-            raise ValueError(f"weights of {model_id!r} came through the pipe; use this scheme on both sides")
-        if self._attachment is None:
-            self._attachment = attached(self._inbox, model_id, self._scheme)
-        if message.kind != messages.REGISTER:
-            self._attachment.move_to(content)
+        self._attachment = attached(self._inbox, message, self._scheme, self._worker_idx)
         self._attachment.bind(self._resolve_model_ref())
 
     @override
