@@ -55,6 +55,20 @@ def test_weights_that_fit_no_worker_change_none_whoever_leads(fleet):
     assert group.look(1, 2) == [(2, version)] * 2
 
 
+def test_a_part_of_the_weights_makes_no_arena(fleet):
+    """The leader is dead, so its node needs a new one."""
+    group = fleet("distributed", 2, nodes=["home", "a", "a"]).open(fan_out="node", partial=True)
+    assert group.send(1) == 1
+    group.trainer.call(parts.send_a_part)
+    group.workers[0].kill()
+    for _ in range(2):
+        with pytest.raises(shmsync.ManifestMismatch, match="missing: bias"):
+            group.trainer.call(parts.send_a_part)
+        assert group.look(1)[0][1] == 2
+    version = group.send(3)
+    assert group.look(1) == [(3, version)]
+
+
 def test_first_weights_that_fit_no_worker_do_not_decide_what_comes_later(fleet):
     group = fleet("distributed", 2, nodes=["home", "home", "a"]).open(fan_out="node")
     with pytest.raises(shmsync.ManifestMismatch, match="bias"):

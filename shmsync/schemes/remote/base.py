@@ -50,7 +50,7 @@ from ..attachment import Attachment
 from ..context import Arguments
 from ..receiver import WeightReceiver
 from ..sender import Posted, WeightSender
-from ..strategy import STATE_KEY, Form, leaves_of, refuse_odd
+from ..strategy import STATE_KEY, Form, WeightStrategy, leaves_of, refuse_odd
 
 DEFAULT_TIMEOUT = 60.0  # seconds
 WORDING = Wording("its process may be starting, stopped, or busy with a call that came before")
@@ -576,7 +576,7 @@ class RemoteReceiver(WeightReceiver):
         if self._attached is None or self._attached.handle != news.handle:
             made = Attachment(news.handle, self._scheme, self._worker_idx)
             try:
-                self._strategy.check_weights(model, made.subscriber.weights)
+                WeightStrategy().check_weights(model, made.subscriber.weights)  # whole, with partial= too
             except ManifestMismatch:
                 made.close()  # an arena that nobody can use is made anew
                 raise
