@@ -25,7 +25,7 @@ def around_and_inside(policy):
 )
 def test_a_compiled_policy_is_collected(collector, how, scheme):
     policy = how(Policy())
-    batches = collector(policy=policy, weight_sync_scheme=scheme())
+    batches = collector(policy=policy, weight_sync_scheme=scheme(), num_workers=1)
     next(batches)
     getattr(policy, "_orig_mod", policy).set_tag(2)
     assert batches.update_policy_weights_() == 2

@@ -13,7 +13,7 @@ import torch
 
 import shmsync
 from shmsync import cli
-from support.processes import segment_path
+from support.processes import segment_path, until
 from support.programs.programs import Example
 
 safetensors = pytest.importorskip("safetensors.torch", reason="these files need shmsync[safetensors]")
@@ -29,7 +29,7 @@ class Command(Example):
 
 @pytest.fixture
 def publish(tmp_path):
-    """publish(*arguments) starts the command for a separate arena."""
+    """publish(*arguments) starts the command as a program, for a separate arena."""
     started = []
 
     def start(*arguments, name=None):
@@ -41,6 +41,34 @@ def publish(tmp_path):
         each.kill()
         each.process.stdout.close()
         segment_path(each.name).unlink(missing_ok=True)  # no other publisher sweeps a name that was chosen
+
+
+def run_command(state, log, *arguments):
+    """The command in a worker, which has torch imported already. What it prints goes into this file."""
+    os.dup2(os.open(log, os.O_WRONLY), 1)
+    cli.main(["publish", *map(str, arguments)])
+
+
+@pytest.fixture
+def watch(start, tmp_path, name):
+    """watch(file) lets a worker publish it; says(pattern) -> the next line with this pattern that it prints."""
+
+    def run(file):
+        (log := tmp_path / "log").touch()
+        start().start(run_command, log, name, file, "--watch")
+        lines, line = log.open(), [""]
+
+        def found(pattern):
+            line[0] = lines.readline()
+            return re.search(pattern, line[0])
+
+        def says(pattern):
+            until(lambda: found(pattern))
+            return line[0]
+
+        return says
+
+    return run
 
 
 def weights(value):
@@ -93,24 +121,24 @@ DAMAGES = {
 }
 
 
-def test_a_file_that_cannot_be_used_changes_nothing_and_the_next_one_is_published(tmp_path, publish):
+def test_a_file_that_cannot_be_used_changes_nothing_and_the_next_one_is_published(tmp_path, watch, name):
     path = tmp_path / "policy.safetensors"
     replace(path, weights(1))
-    command = publish(path, "--watch")
-    command.read_until("version 1")
-    with shmsync.Subscriber(command.name) as sub:
+    says = watch(path)
+    says("version 1")
+    with shmsync.Subscriber(name) as sub:
         for version, (what, (spoil, said)) in enumerate(DAMAGES.items(), 1):
             spoil(path)
-            line = command.read_until("stays")
+            line = says("stays")
             assert f"version {version} stays" in line and re.search(said, line), (what, line)
             with sub.read() as section:
                 assert section.version == version and section.weights["body", "bias"].unique().item() == version
             replace(path, weights(version + 1))
-            command.read_until(f"^version {version + 1}")
+            says(f"^version {version + 1}")
             sub.wait_version(version + 1, timeout=60)
 
 
-def test_shards_are_read_by_their_index(tmp_path, publish):
+def test_shards_are_read_by_their_index(tmp_path, watch, name):
     index = tmp_path / "model.safetensors.index.json"
 
     def write(value):
@@ -121,13 +149,13 @@ def test_shards_are_read_by_their_index(tmp_path, publish):
         index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
     write(1)
-    command = publish(index, "--watch")
-    command.read_until("version 1 .*2 tensors, 60 B")
+    says = watch(index)
+    says("version 1 .*2 tensors, 60 B")
     (tmp_path / "model-0.safetensors").rename(tmp_path / "away")
-    command.read_until("is gone; version 1 stays")
+    says("is gone; version 1 stays")
     write(2)
-    command.read_until("^version 2")
-    with shmsync.Subscriber(command.name) as sub, sub.read() as section:
+    says("^version 2")
+    with shmsync.Subscriber(name) as sub, sub.read() as section:
         assert {tensor.unique().item() for tensor in section.weights.values(True, True)} == {2}
 
 

@@ -13,6 +13,7 @@ from shmsync import DistributedTransport, DistributedWeightSyncScheme, RPCTransp
 from support.calls import naming
 from support.conformance.nets import Stamped
 from support.conformance.rigs import rigs
+from support.processes import until
 from support.remote import fleet as parts
 
 
@@ -45,9 +46,10 @@ def test_a_stopped_worker_is_late_and_owes_one_answer_however_often_it_is_sent_t
     group.send(1)
     group.workers[0].stop()
     for value in (2, 3, 4):
+        group.trainer.call(parts.send_async, value)
+        until(lambda value=value: group.look(1) == [(value, value)])
         with naming(shmsync.AckTimeout, [0], match="worker 0"):
-            group.send(value, timeout=1.0)
-        assert group.look(1) == [(value, value)]
+            group.trainer.call(parts.wait_async, timeout=0.2)
     group.workers[0].resume()
     for value in (5, 6, 7):
         assert group.send(value) == value

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from torch import nn
 
 import shmsync
-from shmsync.collectors.spaces import fit, one_each, to_env
+from shmsync.collectors.spaces import one_each, to_env
 from support.environments.basic import BYTES, Constant, Counting, Odd, Other, Starting
 
 THREE = spaces.Box(-1e9, 1e9, (3,), np.float32)
@@ -73,43 +73,16 @@ RIGHT = {"image": np.zeros(3, np.uint8), "inner": {"goal": 3}}
 f32 = np.float32
 ONE = {"num_workers": 1, "frames_per_batch": 4}
 
-REFUSED = {  # space, what is returned, words of the error
-    "300.7 in uint8": (BYTES, np.array([1, 300.7, 2]), r"300\.7 in float64, which would be 44 in uint8"),
-    "negative in unsigned": (BYTES, np.array([1, 2, -1], np.int8), r"-1 in int8, which would be 255 in uint8"),
-    "too large for float32": (THREE, np.array([1, 1e300, 2]), r"1e\+300 in float64, which would be inf in float32"),
-    "ragged": (THREE, [1, [2, 3], 4], r"that is no array"),
-}
-KEPT = {
-    "rounded": (THREE, np.array([0.1, -1e30, np.inf]), torch.tensor([0.1, -1e30, torch.inf])),
-    "nan": (THREE, np.array([np.nan, 0, 1]), torch.tensor([torch.nan, 0, 1])),
-    "a list": (THREE, [1, 2, 3], torch.tensor([1.0, 2, 3])),
-    "a tensor": (THREE, torch.ones(3), torch.ones(3)),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_value_that_does_not_fit_is_refused(case):
-    space, value, words = REFUSED[case]
-    with pytest.raises(shmsync.DataMismatch, match=words):
-        fit(value, space.dtype, space.shape, "observation of reset()")
-
-
-@pytest.mark.parametrize("case", KEPT)
-def test_a_value_that_fits_is_kept(case):
-    space, value, recorded = KEPT[case]
-    found = torch.from_numpy(fit(value, space.dtype, space.shape, "observation of reset()"))
-    assert found.dtype == recorded.dtype
-    assert torch.equal(torch.nan_to_num(found, -5), torch.nan_to_num(recorded, -5))
-
 
 @pytest.mark.parametrize(
     ("value", "words", "call"),
     [
         ({**RIGHT, "inner": {}}, r"lacks inner\.goal", "reset()"),
         (np.zeros(3), r"lacks image", "step()"),
-        ({**RIGHT, "image": np.full(3, 300)}, r"observation\.image of", "step()"),
+        ({**RIGHT, "image": np.full(3, 300.7)}, r"observation\.image of .*300\.7.* which would be 44", "step()"),
+        ({**RIGHT, "image": [1, [2, 3], 4]}, "that is no array", "step()"),
     ],
-    ids=["an inner key less", "an array for a dict", "wrong inside"],
+    ids=["an inner key less", "an array for a dict", "wrong inside", "ragged"],
 )
 def test_an_observation_that_does_not_fit_is_refused(collector, value, words, call):
     given = {"reset": value} if call == "reset()" else {"reset": RIGHT, "step": value}

@@ -53,7 +53,7 @@ def test_send_has_been_applied_when_it_returns(fleet):
 
 
 def test_worker_ids_choose_who_gets_it(fleet):
-    sender = fleet.open(alone=True)
+    sender = fleet.open(**fleet.entry.alone)
     chosen = [(1, [0, 1, 0]), ([0, 2], [2, 1, 2]), ([2], [2, 1, 3]), (None, [4, 4, 4])]
     for version, (worker_ids, stamps) in enumerate(chosen, 1):
         assert sender.send(Stamped(version), worker_ids) == version

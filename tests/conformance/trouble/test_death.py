@@ -70,7 +70,7 @@ def is_noticed_when_applied(fleet, note, die):
 
 def test_worker_killed_between_apply_and_ack(fleet, tmp_path):
     note = tmp_path / "applied"
-    is_noticed_when_applied(fleet, note, lambda: fleet.die_when_applied(1, note))
+    is_noticed_when_applied(fleet, note, lambda: fleet.workers[1].start(peers.die_at_ack, 0, note))
 
 
 def test_worker_killed_after_its_ack_has_applied(fleet, tmp_path):

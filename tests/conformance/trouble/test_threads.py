@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-
 import pytest
 
-from support.calls import Call
-from support.conformance.calls_of_senders import ENOUGH, overrun
+from support.calls import Call, overrun
 from support.conformance.nets import Stamped
 from support.processes import until_waits
 
@@ -17,26 +13,10 @@ def send_from_threads(sender, threads, rounds):
     """Each thread sends its own numbers; [(version, number)] of all sends, in the order of their versions."""
 
     def send(first):
-        return [(sender.send(Stamped(number), timeout=ENOUGH), number) for number in range(first, first + rounds)]
+        return [(sender.send(Stamped(number)), number) for number in range(first, first + rounds)]
 
     calls = [Call(send, 1 + rounds * thread) for thread in range(threads)]
     return sorted(pair for call in calls for pair in call.result())
-
-
-def overrun_beside(sender, name, timeout):
-    """As overrun(), while another thread is inside send() all the time."""
-    done = threading.Event()
-
-    def send():
-        with contextlib.suppress(Exception):
-            sender.send(Stamped(1), timeout=ENOUGH)
-        done.set()
-
-    other = Call(send)
-    until_waits(other, "send")
-    found = overrun(sender, name, timeout)
-    assert not done.is_set()
-    return found
 
 
 def test_threads_take_turns_and_every_send_has_a_version_of_its_own(fleet):
@@ -52,9 +32,13 @@ def test_a_second_thread_gives_up_at_its_own_deadline_and_nothing_was_sent(fleet
     sender = fleet.open(timeout=60.0)
     sender.send(Stamped(1))
     fleet.hold(1)
-    said, late = overrun_beside(sender, call, 0.3)
-    assert said == {"WriterBusy"} and late < 0.1
+    other = Call(sender.send, Stamped(2))
+    until_waits(other, "send")
+    given = [] if call == "wait_async" else [Stamped(7)]
+    said, late = overrun(lambda: getattr(sender, call)(*given, timeout=0.3), 0.3)
+    assert said == {"WriterBusy"} and late < 0.1 and other.is_alive()
     fleet.release(1)
+    other.result()
     sender.send(Stamped(3))
     assert fleet.stamps() == [3, 3, 3]
 

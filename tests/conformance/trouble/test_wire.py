@@ -82,7 +82,7 @@ def test_mp_answer_in_another_word_is_a_message_of_the_workers_own(fleet):
     worker.call(raw_send, (None, "ready"))
     with pytest.raises(AckTimeout):
         sender.wait_async(timeout=0.2)
-    assert fleet.pending(0) == [(None, "ready")]
+    assert MPTransport(fleet.pipes[0]).pending() == [(None, "ready")]
 
 
 @multi_process

@@ -10,18 +10,19 @@ import shmsync
 from support.calls import Call
 from support.jobs.engine import GONE, attach, look, open_arena, read
 from support.processes import descriptors, state, until
-from support.programs.programs import become_sleep
 from support.weights import stamped
 
 
-def until_it_sleeps(pid):
-    """Until become_sleep() is done, and the kernel shows all of the new program."""
-    until(lambda: Path(f"/proc/{pid}/comm").read_text() == "sleep\n" and state(pid) == "S")
+def become_sleep(_):
+    """Run another program in this process. It keeps its pid and its start time, and loses all memory."""
+    os.execv("/bin/sleep", ["sleep", "100000"])
 
 
 def leave_by_exec(worker):
+    """Return when the kernel shows all of the new program."""
     worker.start(become_sleep)
-    until_it_sleeps(worker.pid)
+    comm = Path(f"/proc/{worker.pid}/comm")
+    until(lambda: comm.read_text() == "sleep\n" and state(worker.pid) == "S")
 
 
 def test_trainer_that_execs_is_dead_to_its_readers(start, name):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from multiprocessing import reduction, resource_sharer
 
-from shmsync.schemes import MPTransport
 from support.conformance import peers
 from support.conformance.nets import Stamped
 from support.worker import Worker
@@ -51,16 +50,16 @@ class Fleet:
         self.workers = []
         self.schemes = []
         self.pipes = []
-        for _ in range(3):
-            self.add_worker()
+        for index in range(3):
+            self.workers.append(crew.take())
+            self.pipes.append(self._connect(self.workers[-1], index))
 
-    def make(self, *, alone=False, **options):
-        """A scheme; with alone=, one that reaches each worker without the others."""
-        return self.entry.make(**(self.entry.alone if alone else {}), **options)
+    def make(self, **options):
+        return self.entry.make(**options)
 
-    def open(self, model_id="policy", model=Stamped, *args, scheme=None, alone=False, given=(), **options):
+    def open(self, model_id="policy", model=Stamped, *args, scheme=None, given=(), **options):
         """Synchronise a model `model(*args)` of every worker; its sender. `given`: what init_on_sender() gets too."""
-        scheme = self.make(alone=alone, **options) if scheme is None else scheme
+        scheme = self.make(**options) if scheme is None else scheme
         self.init_sender(scheme, model_id, **dict(given))
         for index in range(len(self.workers)):
             self.join(index, scheme, model_id, model, *args)
@@ -86,12 +85,6 @@ class Fleet:
     def versions(self, model_id="policy"):
         return [worker.call(peers.version, model_id) for worker in self.workers]
 
-    def add_worker(self):
-        """One more, with a pipe; its index."""
-        self.workers.append(self.crew.take())
-        self.pipes.append(self._connect(self.workers[-1], len(self.pipes)))
-        return len(self.pipes) - 1
-
     def replace(self, index):
         """A new worker, with a new pipe, in the place of a dead one."""
         self.crew.give_back(self.workers[index])
@@ -114,13 +107,6 @@ class Fleet:
 
     def register(self, sender, index):
         sender.register_worker(index, self.pipes[index], self.workers[index].process)
-
-    def die_when_applied(self, index, note):
-        self.workers[index].start(peers.die_at_ack, 0, note)
-
-    def pending(self, index):
-        """This worker's own messages."""
-        return MPTransport(self.pipes[index]).pending()
 
     def close(self):
         for worker in self.workers:

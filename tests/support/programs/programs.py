@@ -1,4 +1,4 @@
-"""Programs that a test starts and talks to line by line, and what a process becomes that runs another one."""
+"""Programs that a test starts and talks to line by line."""
 
 from __future__ import annotations
 
@@ -13,11 +13,6 @@ from pathlib import Path
 import psutil
 
 from support.processes import until
-
-
-def become_sleep(_):
-    """Run another program in this process. It keeps its pid and its start time, and loses all memory."""
-    os.execv("/bin/sleep", ["sleep", "100000"])
 
 
 def members(session):

@@ -196,8 +196,8 @@ def send_async(state, value):
     return state.sender.send_async()
 
 
-def wait_async(state):
-    return state.sender.wait_async()
+def wait_async(state, timeout=None):
+    return state.sender.wait_async(timeout=timeout)
 
 
 def resend(state, workers=None):

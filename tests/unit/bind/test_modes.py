@@ -10,7 +10,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shmsync.memory.torch_modes import plainly
-from support.calls import switched
 from support.weights import bytes_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -25,9 +24,16 @@ class Net(nn.Module):
         self.register_buffer("count", torch.tensor(value))
 
 
+@contextlib.contextmanager
+def default_dtype():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 MODES = {
-    "set_default_device": lambda: switched(torch.set_default_device, "meta", None),
-    "set_default_dtype": lambda: switched(torch.set_default_dtype, torch.float64, torch.float32),
+    "set_default_device": lambda: torch.device("meta"),
+    "set_default_dtype": default_dtype,
     "inference_mode": torch.inference_mode,
     "FakeTensorMode": FakeTensorMode,
 }
