@@ -76,7 +76,8 @@ class ModelArenas:
 
     Args:
         model_id: for errors.
-        scheme: the SharedMemWeightSyncScheme, which says how they are made. Held weakly: it holds them.
+        scheme: the SharedMemWeightSyncScheme, or what has its options, says how they are made. Held weakly: it holds
+            them.
         given: a Publisher of the user's own, which is the arena of all workers.
 
     Attributes:

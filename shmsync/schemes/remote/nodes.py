@@ -15,13 +15,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ...engine.deadlines import deadline_after
 from ...errors import ManifestMismatch, ProtocolError
 from ...memory.arena import nested
 from ...memory.process import me
-from ..arenas import ALL, ArenaOptions, ModelArenas
+from ..arenas import ALL, ModelArenas
 from ..strategy import leaves_of, refuse_odd
 from .base import WORDING, Exchange, Failed, Label, News, Packer, RemoteTransport, Steps, by_name, label_of, unpack
 
@@ -39,21 +40,34 @@ def here(_: Any = None) -> str:
 
 # ---- in the process that publishes
 
-# What this process publishes, by model, and the session of its sender.
-_led: dict[str, tuple[str, ModelArenas]] = {}
+
+@dataclass
+class NodeOptions:
+    """How the arena of a node is made: what ModelArenas asks of a scheme on one machine."""
+
+    slots: int
+    timeout: float
+    partial: bool
+    dtype: None = None  # weights were cast before
+    device: None = None
+    groups: None = None
 
 
-def publish_here(weights: Any, options: ArenaOptions) -> News:
+# What this process publishes, by model, the session of its sender, and how it is made.
+_led: dict[str, tuple[ModelArenas, str, NodeOptions]] = {}
+
+
+def publish_here(weights: Any, options: NodeOptions) -> News:
     """As leader: publish weights that a sender sent for the workers of this node."""
     label = label_of(weights)
     if label is None:
         raise ProtocolError("a node's leader publishes what a sender of shmsync sent; these weights have no label")
-    session, arenas = _led.get(label.model_id, ("", None))
+    arenas, session, _ = _led.get(label.model_id, (None, "", None))
     if arenas is None or session != label.session:
         if arenas is not None:  # of a trainer that was started again
             arenas.close()
         arenas = ModelArenas(label.model_id, options)
-        _led[label.model_id] = label.session, arenas
+        _led[label.model_id] = arenas, label.session, options
     return publish(arenas, weights, label, deadline_after(None, options.timeout))
 
 
@@ -84,7 +98,7 @@ class NodeFanOut:
 
     def __init__(self, scheme: Any, packer: Packer) -> None:
         self._packer = packer
-        self._options = ArenaOptions(scheme.slots, scheme.timeout, scheme.partial, None, None, split=False)
+        self._options = NodeOptions(scheme.slots, scheme.timeout, scheme.partial)
         self._near = ModelArenas("", self._options)  # this node's
         self._newest: News | None = None  # of it
         self._home = here()
