@@ -228,7 +228,7 @@ class Workers:
         late = self._end_all("leave", time.monotonic() + patience)
         if late:
             _log.warning(
-                "%s had not returned in time after the trainer left: terminated. A custom loop must end when "
+                "%s had not returned in time after the trainer left, and was killed. A custom loop must end when "
                 "sub.publisher_alive is False, and must not wait for a queue that is no longer read",
                 listed(late),
             )
