@@ -56,11 +56,15 @@ class Work {
     cuts_.push_back({count, 0});
   }
 
-  // Copies chunks until none is left to take.
-  void take() {
+  // Copies chunks until none is left to take: the caller from the first on, its helpers from the last, so that each
+  // takes about the same ones in every copy of these bytes, which its processor's cache may still have.
+  void take(bool from_the_first) {
     // SYNC seq.begin: fence(release); pairs with still(). The fence of begin() counts for what its own thread stores.
     std::atomic_thread_fence(std::memory_order_release);
-    for (std::size_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) + 1 < cuts_.size();) {
+    const std::size_t chunks = cuts_.size() - 1;
+    while (taken_.fetch_add(1, std::memory_order_relaxed) < chunks) {  // so those of both ends never meet
+      const std::size_t i = from_the_first ? first_.fetch_add(1, std::memory_order_relaxed)
+                                           : chunks - 1 - last_.fetch_add(1, std::memory_order_relaxed);
       copy_chunk(cuts_[i], cuts_[i + 1]);
       // SYNC seq.begin: fence(acquire); pairs with begin(). That of still() counts for what its own thread loads.
       std::atomic_thread_fence(std::memory_order_acquire);
@@ -102,7 +106,9 @@ class Work {
   CopyPieces copy_;
   Caller caller_;
   std::vector<Cut> cuts_;  // the first of each chunk, and the end
-  alignas(kLine) std::atomic<std::size_t> next_{0};
+  alignas(kLine) std::atomic<std::size_t> taken_{0};
+  alignas(kLine) std::atomic<std::size_t> first_{0};   // by the caller
+  alignas(kLine) std::atomic<std::size_t> last_{0};    // by helpers
   alignas(kLine) std::atomic<std::uint32_t> left_{0};  // chunks that are not done
 };
 
@@ -135,7 +141,7 @@ extern "C" void* shmsync_helper(void* argument) {
     all.calls.pop_back();
     ++all.busy;
     lock.unlock();
-    if (out_of_the_way(work->caller())) work->take();
+    if (out_of_the_way(work->caller())) work->take(false);
     work.reset();
     lock.lock();
     --all.busy;
@@ -189,7 +195,7 @@ void copy_by_several(const CopyOp* ops, std::size_t count, unsigned threads, Cop
     all.calls.insert(all.calls.end(), std::min(wanted - 1, all.present - all.busy), work);
   }
   for (std::size_t i = 1; i < wanted; ++i) all.called.notify_one();
-  work->take();
+  work->take(true);
   {
     const std::lock_guard lock(all.mutex);
     std::erase(all.calls, work);  // those that have not begun forget it

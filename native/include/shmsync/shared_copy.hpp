@@ -1,8 +1,9 @@
 // A copy that several threads share.
 //
-// It is cut into chunks, which the caller and its helpers take one after the other. The caller waits in the end only
-// for chunks that a helper has begun; one that has not been given a processor by then finds nothing left to do, and
-// ends. So a machine whose processors are busy costs the caller at most the rest of one chunk (docs/adr/0003-copy.md).
+// It is cut into chunks, which the caller takes from the first on and its helpers from the last. The caller waits in
+// the end only for chunks that a helper has begun; one that has not been given a processor by then finds nothing left
+// to do, and ends. So a machine whose processors are busy costs the caller at most the rest of one chunk
+// (docs/adr/0003-copy.md).
 //
 // Helpers stay for a while between copies. They are not there in a forked child, which starts its own.
 #pragma once
