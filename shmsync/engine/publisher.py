@@ -270,7 +270,7 @@ class Publisher:
         """End the arena. Subscribers keep the last version; new ones cannot attach. Idempotent.
 
         A publish() or update() of another thread that waits, for readers or for acks, ends with ClosedError; one that
-        writes is waited for, at most the arena's timeout.
+        writes is waited for, at most the arena's timeout, and at most 10 s.
 
         Raises WriterBusy when it still writes then, and inside update().
         """

@@ -34,7 +34,7 @@ from ...memory.devices import OnDevice
 from ...memory.manifest import Key
 from ...memory.process import Peers, me, stay_if_exiting
 from ...memory.torch_modes import plainly, run_plainly
-from ..deadlines import Samples, deadline_after
+from ..deadlines import DEFAULT_TIMEOUT, Samples, deadline_after
 from ..pickling import copy_by_value
 from ..source.dtypes import Dtypes
 from ..source.manifest_check import same_bytes
@@ -99,7 +99,7 @@ class Writer:
         self.lock, self.peers, self.counts = _native.WriterLock(), Peers(), Counts()
         self.pin_wait = PinWait(self.arena, name, self.native, self.peers, me().owner)
         self.closed = False
-        self._closing = False  # does another thread wait to close it?
+        self._closing = 0  # threads that wait to close it
         self.adopted: Adoption | None = None
         self.updating_thread: int | None = None
         self.workers = AckingWorkers(self.pin_wait, name)
@@ -132,8 +132,8 @@ class Writer:
         stay_if_exiting()
         if self._generation != _native.fork_generation():
             raise ForkedHandle("this Publisher belongs to the parent process; a forked child may only subscribe")
-        if self.closed or self._closing:
-            raise ClosedError(f"arena {self.name!r} is closed, and nothing was done; make a new Publisher")
+        if self.closed:
+            raise ClosedError(f"arena {self.name!r} is closed; make a new Publisher")
 
     def ready(self, deadline: float) -> None:
         """The gate of every call that writes: call it first, with the lock.
@@ -328,10 +328,10 @@ class Writer:
             if self.native.begin():
                 break
             started = started or time.perf_counter()
-            if self.pin_wait.until_free(deadline, self.check):
+            if self.pin_wait.until_free(deadline, self._check_wait):
                 break
             self.native.abort()
-            self.pin_wait.while_stopped(deadline, self.check)
+            self.pin_wait.while_stopped(deadline, self._check_wait)
         if started:
             self.counts.pin_wait.add(time.perf_counter() - started)
 
@@ -468,7 +468,12 @@ class Writer:
 
     def _is_closing(self) -> bool:
         stay_if_exiting()
-        return self._closing
+        return self._closing > 0
+
+    def _check_wait(self) -> None:
+        """In each slice of a wait for a slot: raise if it has to end."""
+        if self._is_closing():
+            raise ClosedError(f"arena {self.name!r} was closed by another thread; nothing was published")
 
     # ---- the end
 
@@ -482,8 +487,9 @@ class Writer:
         """As Publisher.close()."""
         if self.closed or self.in_parent:
             return
-        deadline, holder = deadline_after(None, self.timeout), object()
-        self._closing = True  # the waits of other threads end, and no new call begins
+        patience = 0.0 if util.is_exiting() else min(self.timeout, DEFAULT_TIMEOUT)
+        deadline, holder = time.monotonic() + patience, object()
+        self._closing += 1  # the waits of other threads end
         try:
             while True:
                 try:
@@ -493,9 +499,11 @@ class Writer:
                     if self.lock.mine or time.monotonic() >= deadline:
                         raise
                 time.sleep(0.0005)
+            if self.closed:  # another thread was quicker
+                return
             adopted, self.adopted = self.adopted, None
             with suppress(DeviceFailed, WriterBusy):  # then readers keep the version before
-                self.wait_until_published(deadline)
+                self.wait_until_published(deadline_after(None, self.timeout))
             try:
                 if adopted is not None:
                     adopted.restore()
@@ -505,7 +513,7 @@ class Writer:
                 self._was_closed.append(True)
                 self._finalizer()
         finally:
-            self._closing = False
+            self._closing -= 1
             self.lock.release(holder)
 
 
