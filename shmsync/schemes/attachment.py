@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..engine.bind.binding import ModuleCheck
+from ..engine.bind.binding import ModuleCheck, bindable
 from ..engine.bind.guard import bind
 from ..engine.bind.guarded_methods import can_be_called
 from ..engine.subscriber import Subscriber, reader_of
@@ -57,15 +57,26 @@ class Attachment:
                 version=version,
             )
 
+    def check_whole(self, model: Any) -> None:
+        """Raise ManifestMismatch, with nothing changed, unless the model has exactly the arena's leaves."""
+        if isinstance(model, nn.Module):
+            self._check_of(model, whole=True).tensors(bindable(model))
+        else:
+            WeightStrategy().check_weights(model, self.subscriber.weights)
+
+    def _check_of(self, model: nn.Module, *, whole: bool = False) -> ModuleCheck:
+        reader = reader_of(self.subscriber)
+        elsewhere = lies_elsewhere(model, reader.arena.device)
+        return ModuleCheck(reader.arena, reader.name, copies=elsewhere, whole=whole)
+
     def bind(self, model: Any) -> None:
         """Let the model use the arena: a module for good, anything else gets a copy of this version."""
         if not isinstance(model, nn.Module):
             with self.subscriber.read() as section:
                 self._strategy.apply_weights(model, section.weights)
         elif not (self._bound and self._bound[0]() is model):
-            reader = reader_of(self.subscriber)
-            check = ModuleCheck(reader.arena, reader.name, copies=lies_elsewhere(model, reader.arena.device))
-            bind(reader, model, can_be_called(model), check, clones=True)
+            check = self._check_of(model)
+            bind(reader_of(self.subscriber), model, can_be_called(model), check, clones=True)
             self._bound[:] = [weakref.ref(model)]
 
     def close(self) -> None:

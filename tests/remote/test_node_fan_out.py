@@ -10,7 +10,7 @@ from support.remote import fleet as parts
 
 
 def test_the_workers_of_a_node_share_one_arena_that_they_cannot_write(fleet):
-    group = fleet("distributed", 4, nodes=["a", "a", "b", "b", "c"]).open(fan_out="node")
+    group = fleet("distributed", 4, nodes=["a", "a", "b", "b", "c"]).open(fan_out="node", meta=[2])
     for version in (1, 2, 3):
         assert group.send(10 * version) == version
         assert group.look() == [(10 * version, version)] * 4
@@ -62,7 +62,7 @@ def test_a_part_of_the_weights_makes_no_arena(fleet):
     group.trainer.call(parts.send_a_part)
     group.workers[0].kill()
     for _ in range(2):
-        with pytest.raises(shmsync.ManifestMismatch, match="missing: bias"):
+        with pytest.raises(shmsync.ManifestMismatch, match="bias is not in the arena"):
             group.trainer.call(parts.send_a_part)
         assert group.look(1)[0][1] == 2
     version = group.send(3)

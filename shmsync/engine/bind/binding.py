@@ -254,6 +254,7 @@ class ModuleCheck:
         copies: parameters become private copies too, as buffers are, on the device they are on.
         absent: leaves of the arena that are no tensors of the module.
         prefix: the module's leaves are those below this key path.
+        whole: all of its leaves are in the arena, also in one that was made for a part of some weights.
     """
 
     arena: Arena
@@ -262,6 +263,7 @@ class ModuleCheck:
     copies: bool = False
     absent: Collection[Key] = ()
     prefix: Key = ()
+    whole: bool = False
     # What tensors() has found: buffers in no state_dict(), on the meta device, by leaf.
     empty: dict[Key, torch.Tensor] = field(default_factory=dict, init=False)
     # Keys of the module to leaves, which differ by `prefix` and by the names of wrappers.
@@ -304,7 +306,7 @@ class ModuleCheck:
         tensors = {others.get(key, key): tensor for key, tensor in tensors.items()}
         self._second = second_names(tensors, saved)
         own = without(tensors, self._second)
-        if self.arena.manifest.filtered:
+        if self.arena.manifest.filtered and not self.whole:
             own = {key: tensor for key, tensor in own.items() if key in saved}
         empty = {leaf: found[key] for key, leaf in spelled.items() if leaf in unsaved and leaf in leaves}
         self.empty = {leaf: tensor for leaf, tensor in empty.items() if tensor.is_meta}

@@ -50,7 +50,7 @@ from ..attachment import Attachment
 from ..context import Arguments
 from ..receiver import WeightReceiver
 from ..sender import Posted, WeightSender
-from ..strategy import STATE_KEY, Form, WeightStrategy, leaves_of, refuse_odd
+from ..strategy import STATE_KEY, Form, leaves_of, refuse_odd
 
 DEFAULT_TIMEOUT = 60.0  # seconds
 WORDING = Wording("its process may be starting, stopped, or busy with a call that came before")
@@ -576,14 +576,18 @@ class RemoteReceiver(WeightReceiver):
         if self._attached is None or self._attached.handle != news.handle:
             made = Attachment(news.handle, self._scheme, self._worker_idx)
             try:
-                WeightStrategy().check_weights(model, made.subscriber.weights)  # whole, with partial= too
+                made.check_whole(model)  # with partial= too
             except ManifestMismatch:
                 made.close()  # an arena that nobody can use is made anew
                 raise
             self._leave()  # a module is bound to one arena
             self._attached = made
-        self._attached.move_to(news.label.version)
-        self._attached.bind(model)
+        try:
+            self._attached.move_to(news.label.version)
+            self._attached.bind(model)
+        except ManifestMismatch:
+            self._leave()
+            raise
         if isinstance(model, nn.Module):
             for path, state in news.label.extra.items():
                 model.get_submodule(".".join(path)).set_extra_state(state)

@@ -202,7 +202,7 @@ class RankRequest:
         if word == FAILED and isinstance(content, Failure):
             raise Failed(content)
         if word != self.expected:
-            raise Failed(f"it answered {word!r} instead of 'updated'")
+            raise Failed(f"it answered {word!r} instead of {self.expected!r}")
         _kept.pop((self._key[0], _INITIAL), None)  # a rank takes them before it takes messages
         return content
 

@@ -42,12 +42,15 @@ class Fleet:
         for process in everybody:
             process.result()
 
-    def open(self, workers=None, *, loop=True, **options):
-        """Make the scheme, its sender and its receivers. `loop`: ranks receive on a thread of their own."""
+    def open(self, workers=None, *, loop=True, meta=(), **options):
+        """Make the scheme, its sender and its receivers. `loop`: ranks receive on a thread of their own.
+
+        `meta`: the workers whose modules are made on the meta device.
+        """
         count = len(self.workers) if workers is None else workers
         if self.kind == "distributed":
-            for worker in self.workers:
-                worker.call(make_rank, loop, options)
+            for index, worker in enumerate(self.workers):
+                worker.call(make_rank, loop, index in meta, options)
         self.trainer.call(make_sender, self.kind, count, {"timeout": FOR_EVER, **options})
         return self
 
@@ -106,10 +109,10 @@ mine = None  # the Member of this process
 class Member:
     """What a worker has. For RPC it is the collector class."""
 
-    def __init__(self, scheme, **arguments):
+    def __init__(self, scheme, *, meta=False, **arguments):
         global mine
         mine = self
-        self.model = linear()
+        self.model = nn.Linear(500, 4, device="meta") if meta else linear()
         scheme.init_on_worker("policy", model=self.model, **arguments)
         self.receiver = scheme.get_receiver()
         self.applied = []  # versions
@@ -130,8 +133,9 @@ def make_collector(scheme):
     return rpc.RRef(Member(scheme))
 
 
-def make_rank(state, loop, options):
-    member = Member(DistributedWeightSyncScheme(timeout=FOR_EVER, **options), store=state.store, rank=dist.get_rank())
+def make_rank(state, loop, meta, options):
+    scheme = DistributedWeightSyncScheme(timeout=FOR_EVER, **options)
+    member = Member(scheme, meta=meta, store=state.store, rank=dist.get_rank())
     if loop:
         threading.Thread(target=member.loop, daemon=True).start()
 
