@@ -152,6 +152,8 @@ class Link(Pipe):
             self.pending.append(message)  # it answers nothing that was sent
         elif self.unanswered.pop(tag, False):
             self.results[tag] = failure or word
+        elif word not in (messages.UPDATED, messages.REGISTERED, messages.FAILED):
+            self.pending.append((None, word))  # of a send that waits no more
 
     def _oldest(self, word: str) -> Tag | None:
         for tag in self.unanswered:
@@ -273,17 +275,18 @@ class Inbox(Pipe):
         """The wanted ones of those that were left and of those that have come."""
         if self.closed:
             raise OSError("this end of the pipe is closed")
+        waiting, passed = self._left, 0  # a Ctrl-C may come between any two lines: what was read stays in it
         found: list[Message] = []
-        left, self._left = self._left, []
         while len(found) != most:
-            if left:
-                message: Message | None = left.pop(0)
-            elif (came := self.receive()) is None:
-                break
-            elif (message := messages.read_message(came[0])) is None:
-                self.pending.append(came[0])
-                continue
-            assert message is not None
-            (found if wanted(message) else self._left).append(message)
-        self._left += left
+            if passed == len(waiting):
+                if (came := self.receive()) is None:
+                    break
+                if (message := messages.read_message(came[0])) is None:
+                    self.pending.append(came[0])
+                    continue
+                waiting.append(message)
+            if wanted(waiting[passed]):
+                found.append(waiting[passed])
+            passed += 1
+        self._left = [each for each in waiting if not any(each is one for one in found)]
         return found

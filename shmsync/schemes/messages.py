@@ -83,7 +83,7 @@ class _Unpickler(pickle.Unpickler):
         return _kept.get((module, name)) or super().find_class(module, name)
 
 
-def loads(payload: bytes | bytearray) -> Any:
+def loads(payload: bytes) -> Any:
     """Unpickle a message for a receiver or a sender of ours."""
     return _Unpickler(io.BytesIO(payload)).load()
 

@@ -164,11 +164,13 @@ class Pipe:
                 self._size = size
                 continue
             self._size, self._in_header = 4, True
+            payload = bytes(came)  # which is unpickled where it lies, as a bytearray is not
+            del came
             try:
-                return (loads(came),)
+                return (loads(payload),)
             except Exception as error:
-                _log.warning("a message of %d bytes cannot be unpickled, and is kept: %s", len(came), error)
-            self.pending.append(bytes(came))
+                _log.warning("a message of %d bytes cannot be unpickled, and is kept: %s", len(payload), error)
+            self.pending.append(payload)
         return None
 
     def wait(self, deadline: float) -> None:
