@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import select
 from collections import deque
 from contextlib import ExitStack
@@ -44,6 +45,7 @@ def run(closing: ExitStack, control: Connection, weights: Connection, spec: Work
     # again for each environment that is a process, as those of AsyncVectorEnv are.
     if multiprocessing.get_start_method() == "forkserver":
         multiprocessing.set_start_method("fork", force=True)
+    os.register_at_fork(after_in_child=weights.close)  # or the trainer would not see its end while a child lives
     _Worker(spec, weights, control, closing).serve()
 
 

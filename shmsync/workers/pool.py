@@ -49,7 +49,7 @@ class Workers:
     ```
 
     When the `with` is entered all workers are attached. Leaving it ends `sub.versions()` and every wait in the workers,
-    makes `sub.publisher_alive` False, and waits until their functions have returned; what is late is terminated. What a
+    makes `sub.publisher_alive` False, and waits until their functions have returned; what is late is killed. What a
     worker raises is WorkerFailed in the trainer, from the next publish() or update(), before it writes anything, or on
     leaving. A death is WorkerDied there. The worker's traceback is on stderr at once.
 
@@ -277,8 +277,9 @@ class Workers:
             seed = (torch.initial_seed() + rank + self._count * (self._started // self._count)) % 2**63
             args = (self._pub.handle, rank, self._work, *self._args, *self._queues)
             self._members[rank] = Process(
-                self._context, f"worker {rank}", attach_and_work, args, seed=seed, threads=self._threads
-            )
+                self._context, f"worker {rank}", attach_and_work, args, seed=seed, threads=self._threads,
+                arenas=[self._pub.handle.session],
+            )  # fmt: skip
             self._started += 1
         deadline = time.monotonic() + (_START if self._timeout is None else self._timeout)
         while late := {rank: self._members[rank] for rank in ranks if not self._members[rank].attached}:

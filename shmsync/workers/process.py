@@ -11,7 +11,7 @@ import pickle
 import re
 import select
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -41,6 +41,7 @@ class Process:
         body: called in the process as `body(closing, control, *args)`: an ExitStack, and the worker's end of the pipe.
         args: they may have queues, locks and connections of this context.
         seed, threads: for its random generators, and torch.set_num_threads().
+        arenas: the sessions of those by which its death is shown, until it has said which ones it reads.
 
     Attributes:
         attached: it has its weights.
@@ -53,15 +54,16 @@ class Process:
     """
 
     def __init__(
-        self, context: Any, who: str, body: Callable[..., object], args: tuple[Any, ...], *, seed: int, threads: int = 1
-    ) -> None:
+        self, context: Any, who: str, body: Callable[..., object], args: tuple[Any, ...], *, seed: int,
+        threads: int = 1, arenas: Collection[bytes] = (),
+    ) -> None:  # fmt: skip
         if multiprocessing.current_process().daemon:
             raise ProtocolError(
                 "this process is a daemon (of a multiprocessing.Pool or a DataLoader), which may not start processes; "
                 "start the workers in the main process, or pass pub.handle to processes that you start yourself"
             )
         self._who = who
-        self._sessions: list[bytes] = []  # of the arenas that it reads
+        self._sessions = arenas
         self.failure: Failure | None = None
         self.received: list[tuple[str, Any]] = []
         self.attached = self.over = self.reported = self._returned = False

@@ -49,7 +49,7 @@ def run(trainer: int, threads: int, seed: int, body: Callable[..., object], pack
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     multiprocessing.current_process().daemon = False  # a daemon may have no children, as a DataLoader's
     threading.Thread(target=_end_after, args=(trainer,), name="shmsync-watcher", daemon=True).start()
-    _end_children_too()
+    _end_children_too(control)
     torch.set_num_threads(threads)
     # Each worker has random numbers of its own: those from one fork server would all draw the same.
     torch.manual_seed(seed)
@@ -105,7 +105,7 @@ def _end_after(trainer: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _end_children_too() -> None:
+def _end_children_too(control: Connection) -> None:
     """Let the kernel end forked children when this process dies: a busy one would not notice.
 
     The kernel does so when the thread ends that has forked the child, so only for those of the main thread.
@@ -118,6 +118,7 @@ def _end_children_too() -> None:
         in_main = threading.get_native_id() == os.getpid()
 
     def after() -> None:
+        control.close()  # or the trainer would not see its end while a child of a dead worker lives
         if in_main:
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
