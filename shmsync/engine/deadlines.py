@@ -131,31 +131,24 @@ class Latency:
 
 
 class Samples:
-    """Collects durations; adding one costs an append, and now and then a look at those that were added."""
+    """Collects durations; adding one costs an append."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=_KEPT)
-        self._new: list[float] = []  # not yet counted
         self._count = 0
         self._total = 0.0
         self._max = 0.0
 
     def add(self, seconds: float) -> None:
         """Record one duration."""
-        self._new.append(seconds)
-        if len(self._new) >= _KEPT:
-            self._take_in()
-
-    def _take_in(self) -> None:
-        new, self._new = self._new, []
-        self._recent.extend(new)
-        self._count += len(new)
-        self._total += sum(new)
-        self._max = max(self._max, *new, 0.0)
+        self._recent.append(seconds)
+        self._count += 1
+        self._total += seconds
+        if seconds > self._max:
+            self._max = seconds
 
     def latency(self) -> Latency:
         """The distribution so far."""
-        self._take_in()
         ordered = sorted(self._recent) or [0.0]
 
         def percentile(fraction: float) -> float:
