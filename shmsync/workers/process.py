@@ -48,6 +48,7 @@ class Process:
         failure: the first exception that it has reported.
         received: its messages of other kinds, oldest first.
         over: it is dead, and its messages were all read.
+        returned: its function has returned.
         reported: its failure or death was raised, or it was ended on purpose.
 
     Raises ProtocolError in a daemon process, and for arguments that only forked processes can use.
@@ -66,7 +67,7 @@ class Process:
         self._sessions = arenas
         self.failure: Failure | None = None
         self.received: list[tuple[str, Any]] = []
-        self.attached = self.over = self.reported = self._returned = False
+        self.attached = self.over = self.reported = self.returned = False
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
             target=run,
@@ -98,7 +99,7 @@ class Process:
     @property
     def lost(self) -> bool:
         """Has it failed, or ended without having returned? Call read() before."""
-        return self.failure is not None or (self.over and not self._returned)
+        return self.failure is not None or (self.over and not self.returned)
 
     @property
     def unsaid(self) -> bool:
@@ -134,7 +135,7 @@ class Process:
                 elif word == FAILED:
                     self.failure = self.failure or content
                 elif word == RETURNED:
-                    self._returned = True
+                    self.returned = True
                 else:
                     self.received.append((word, content))
         except (EOFError, OSError):

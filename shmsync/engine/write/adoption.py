@@ -5,8 +5,7 @@ any time: `p.data = averaged`, a new nn.Parameter, load_state_dict(assign=True).
 at each update() and publish() (copy_plan.py). A parameter that left the slab is copied back and points there
 again. Buffers stay private, since forward passes write them, and are copied when an update ends.
 
-A load goes into private copies, and becomes a version when it has succeeded: torch writes what fits before it raises
-for the rest.
+A load is an update(). Torch writes what fits before it raises for the rest: then everything is put back.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -29,20 +27,48 @@ from ...memory.manifest import Key, layout_of
 from ...memory.torch_modes import copy_into, counts_changes, plainly, run_plainly
 from ..bind.binding import refuse_max_norm
 from ..bind.guard import Proxy
+from ..deadlines import deadline_after
 from ..source.manifest_check import (
     elsewhere,
     mismatches,
     overlapping,
+    same_bytes,
     same_layout,
     shown_by_others,
     tied_apart,
     untied,
 )
 from ..source.wrappers import modules_in
-from .copy_plan import CopyPlan, PlanCache
+from .copy_plan import CopyPlan
 from .optimizer_steps import refuse_steps, step_inside_update
 
 R = TypeVar("R")
+
+
+@run_plainly
+def adopt(writer: Any, publisher: Any, source: Any, optimizers: list[torch.optim.Optimizer]) -> None:
+    """As Publisher.adopt(). `publisher`: whose writer it is, and what a step keeps alive."""
+    with writer.lock:
+        writer.ready(deadline_after(None, writer.timeout))
+        adopted = writer.adopted
+        if adopted is None:
+            adopted = Adoption(source, writer, publisher)
+            adopted.check_optimizers(optimizers)
+            views = writer.arena.views(0)
+            if writer.native.poisoned or any(
+                tensor.dtype != views[key].dtype or not same_bytes(tensor, views[key])
+                for key, tensor in writer.plans.collect(source).items()
+            ):
+                writer.publish_whole(source)
+            adopted.pull(copy=False)
+            adopted.watch_next()
+            adopted.refuse_other_steps()
+            writer.adopted, writer.source = adopted, source
+        elif adopted.source is not source or not optimizers:
+            raise ProtocolError("this arena has adopted a module already; make another Publisher for this one")
+        else:
+            adopted.check_optimizers(optimizers)
+        adopted.step_inside_update(optimizers, publisher.update)
 
 
 class Adoption:
@@ -50,30 +76,22 @@ class Adoption:
 
     Args:
         source: to adopt; nothing is changed before look() and pull().
-        arena, name: whose slot becomes its memory.
-        plans: which make the plans of its buffers.
-        writer, publisher: that adopt; held weakly, for the module keeps neither.
+        writer: of the arena.
+        publisher: whose update() writes it; held weakly, for the module does not keep it.
 
     Raises ManifestMismatch for a source that does not fit, ProtocolError for one that may not be adopted.
     """
 
-    def __init__(
-        self,
-        source: Any,
-        arena: Arena,
-        name: str,
-        plans: PlanCache,
-        writer: Any,
-        publisher: Any,
-    ) -> None:
-        self.source, self._arena, self.name, self._plans = source, arena, name, plans
-        self._writer, self._publisher = weakref.ref(writer), weakref.ref(publisher)
+    def __init__(self, source: Any, writer: Any, publisher: Any) -> None:
+        self.source, self._plans = source, writer.plans
+        self._arena: Arena = writer.arena
+        self.name: str = writer.name
+        self._publisher = weakref.ref(publisher)
+        arena, name = self._arena, self.name
         self._views = arena.views(0, writable=True)
         self._placed: dict[Key, torch.Tensor] = {}
         self._plan: CopyPlan | None = None  # None: look at everything
         self._pending: dict[Key, torch.Tensor] | None = None
-        self._loading: int | None = None  # the thread that is in load()
-        self._loaded: set[int] = set()  # ids of parameters that are in private copies of load()
         self._undo: list[Callable[[], object]] = []  # what restore() gives back besides the parameters
         self._watched: list[torch.Tensor] | None = []  # for stray writes, one at a time; None: one was warned of
         self._turn = 0  # which of them is watched now
@@ -95,12 +113,9 @@ class Adoption:
 
     def _inside(self) -> bool:
         """May the calling thread write the parameters: is it in update(), or is the arena closed?"""
-        it = self._writer()
-        return it is None or it.closed or it.adopted is not self or it.updating_thread == threading.get_ident()
-
-    def _update(self) -> AbstractContextManager[Any]:
         publisher = self._publisher()
-        return nullcontext() if publisher is None else publisher.update()
+        it = None if publisher is None else publisher._writer
+        return it is None or it.closed or it.adopted is not self or it.updating_thread == threading.get_ident()
 
     # ---- what the source has
 
@@ -151,9 +166,8 @@ class Adoption:
         leaving = self._leaving(placed, away)
         views = list(self._views.values())
         staying = [tensor for key, tensor in placed.items() if key not in away]
-        replaced = {key for key in away if id(placed[key]) not in self._loaded}  # as a load in place, views may see it
         # Torch counts the tensors over the slab, and does not say which part each of them shows.
-        if replaced and shown_by_others([*views, *staying, *leaving, *(placed[key] for key in away)], views):
+        if away and shown_by_others([*views, *staying, *leaving, *(placed[key] for key in away)], views):
             raise ProtocolError(
                 f"{', '.join(sorted(map('.'.join, away)))} of the adopted module would overwrite memory of arena "
                 f"{self.name!r} while a tensor outside the module shows the arena: a view, a backup `p.data`, or what "
@@ -274,7 +288,7 @@ class Adoption:
 
     def refuses_load(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> str | None:
         """A key under which a load of a module around the source would write a parameter outside update()."""
-        if self._loading == threading.get_ident() or self._inside():
+        if self._inside():
             return None
         own = {id(tensor) for tensor in self._placed.values()}
         names = (prefix + name for name, tensor in module._parameters.items() if id(tensor) in own)
@@ -282,45 +296,39 @@ class Adoption:
 
     def load(self, run: Callable[[], R]) -> R:
         """What run(), which loads into the source, returns: as a version, or with everything as it was."""
-        if self._loading == threading.get_ident():
-            return run()
-        stores: list[dict[str, Any]] = [
-            store for each in modules_in(self.source) for store in (each._parameters, each._buffers)
-        ]
+        publisher = self._publisher()
+        if publisher is None or self._inside():
+            return self._load(run)
+        before = self.look()
+        with publisher.update():
+            try:
+                return self._load(run)
+            except BaseException:
+                publisher._writer.slots.touched = before is None  # else all is as it was: nothing is poisoned
+                raise
+
+    def _load(self, run: Callable[[], R]) -> R:
+        modules = modules_in(self.source)
+        stores: list[dict[str, Any]] = [store for each in modules for store in (each._parameters, each._buffers)]
         before = [dict(store) for store in stores]
-        placed = list({id(tensor): (tensor, self._views[key]) for key, tensor in self._placed.items()}.values())
-        own = {id(tensor) for tensor, _ in placed}
+        held = {id(tensor): tensor for store in before for tensor in store.values() if tensor is not None}
         with plainly():
-            others = [t for store in before for t in store.values() if t is not None and id(t) not in own]
-            values = [(tensor, tensor.detach().clone()) for tensor in others if tensor.device.type != "meta"]
-            copies: dict[int, torch.Tensor] = {}
-            private = [copies.setdefault(view.data_ptr(), view.clone()) for _, view in placed]
-            _native.set_data([tensor for tensor, _ in placed], private)
-        self._loading = threading.get_ident()
-        self._loaded = {id(tensor) for tensor, _ in placed if tensor.numel()}
+            values = [(each, each.detach().clone()) for each in held.values() if each.device.type != "meta"]
         try:
             result = run()
-            self.watch_next()  # it has written into private copies
-            if not self._inside():
-                with self._update():  # takes the parameters in
-                    pass
-            elif self.look() is None:  # now: what the body writes next comes later
+            if self.look() is None:  # now: what the body of an update() writes next comes later
                 self.pull()
             return result
         except BaseException:
             with plainly():
-                for store, held in zip(stores, before, strict=True):
+                for store, kept in zip(stores, before, strict=True):
                     store.clear()
-                    store.update(held)
+                    store.update(kept)
                 for tensor, value in values:
                     copy_into(tensor, value)
-                _native.set_data([tensor for tensor, _ in placed], [view for _, view in placed])
             self._pending = self._plan = None
-            raise
-        finally:
-            self._loading = None
-            self._loaded.clear()
             self.watch_next()
+            raise
 
 
 class _Loading(Proxy):
