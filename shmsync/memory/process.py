@@ -37,11 +37,12 @@ T = TypeVar("T")
 
 
 class ProcessState(str, Enum):
-    """What a peer process is doing."""
+    """What another process is doing; a stopped one (SIGSTOP, a debugger) is alive."""
 
     LIVE = "live"
     STOPPED = "stopped"
     DEAD = "dead"
+    UNKNOWN = "unknown"  # from here, as in another container
 
 
 class Identity(NamedTuple):

@@ -21,7 +21,7 @@ from .. import _native
 from ..errors import ArenaCorrupt, ArenaExists, ArenaNotFound, WriterDied
 from .leftovers import Dead, log_removed, new_name, sweep_some, taken
 from .manifest import Manifest
-from .process import Peer, close, close_in_children, hold_for_life, me, pid_of, refusals
+from .process import Peer, ProcessState, close, close_in_children, hold_for_life, me, pid_of, refusals
 from .segment_file import (
     FOLDER,
     NAME,
@@ -53,10 +53,41 @@ class Handle(NamedTuple):
 RowId = tuple[int, int]  # (number, owner): a row of the reader table, for as long as it has this owner
 
 
-def figures(row: _native.Row, version: int) -> dict[str, Any]:
-    """The figures of a row, by the names that ReaderInfo and ReaderSeen have for them; `version`: the published one."""
-    told = {field: getattr(row, field) for field in ("worker", "pid", "acked", "pinned", "pin_age")}
-    return told | {"lag": max(0, version - row.acked), "reads": row.reads, "torn": row.torn, "retries": row.retries}
+@dataclass(frozen=True)
+class ReaderInfo:
+    """One subscriber, as its row in the reader table shows it.
+
+    Attributes:
+        worker: the index given to Subscriber(worker=).
+        pid: of its process.
+        state: whether that process runs, is stopped or dead.
+        acked: the version it has applied; 0: none yet.
+        lag: published versions that it has not applied.
+        pinned: the version it holds in a read section right now.
+        pin_age: since when, in seconds; 0 when it holds none.
+        reads: sections entered.
+        torn: optimistic or live sections whose weights changed meanwhile.
+        retries: entries begun again because the writer moved on meanwhile (a wait at a closed gate is none), and torn
+            sections that run(), snapshot() or a bound module repeated.
+    """
+
+    worker: int | None
+    pid: int
+    state: ProcessState
+    acked: int
+    lag: int
+    pinned: int | None
+    pin_age: float
+    reads: int
+    torn: int
+    retries: int
+
+    @classmethod
+    def of(cls, row: _native.Row, version: int, state: ProcessState) -> ReaderInfo:
+        """What this row shows; `version`: the published one."""
+        lag = max(0, version - row.acked)
+        figures = row.acked, lag, row.pinned, row.pin_age, row.reads, row.torn, row.retries
+        return cls(row.worker, row.pid, state, *figures)
 
 
 def check_name(name: str) -> str:
