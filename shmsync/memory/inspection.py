@@ -20,7 +20,6 @@ from .manifest import Manifest
 from .process import Peers, ProcessState, me, pid_of, refusals
 from .segment import ReaderInfo
 from .segment_file import check_readable, may_live, opened, read_header, read_manifest
-from .slab import slab_bytes
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def _look(name: str, fd: int, peers: Peers) -> ArenaSeen:
         age=age,
         at=at,
         session=header.session.hex(),
-        bytes=slab_bytes(header.slots, header.slot_bytes),
+        bytes=header.slots * header.slot_bytes,
         slot_bytes=header.slot_bytes,
         version=version,
         state=_STATES.get(seen["state"], f"state {seen['state']}"),
