@@ -31,13 +31,13 @@ from . import schemes as _schemes
 from ._native import ReadSection
 from .errors import *  # noqa: F403
 from .memory.process import ProcessState
-from .memory.segment import Handle
+from .memory.segment import Handle, ReaderInfo
 
 if _TYPE_CHECKING:
     from .engine.deadlines import Latency
     from .engine.publisher import Publisher
     from .engine.read.section_values import VersionStamp
-    from .engine.stats import PublisherStats, ReaderInfo, SubscriberStats
+    from .engine.stats import PublisherStats, SubscriberStats
     from .engine.subscriber import Snapshot, Subscriber, attach
     from .schemes import *  # noqa: F403
     from .workers import Workers
@@ -68,7 +68,6 @@ _LATER = {
     "Latency": ".engine.deadlines",
     "Publisher": ".engine.publisher",
     "PublisherStats": ".engine.stats",
-    "ReaderInfo": ".engine.stats",
     "Snapshot": ".engine.subscriber",
     "Subscriber": ".engine.subscriber",
     "SubscriberStats": ".engine.stats",

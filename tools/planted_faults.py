@@ -128,7 +128,7 @@ FAULTS = [
           "used, before = self._used() + 1, self._counted", "integrations/collectors/weights/test_versions.py"),
     Fault("shmsync/cli/listing.py", 'say(f"would remove {seen.name}{why}")', 'say(f"would keep {seen.name}{why}")',
           "engine/observe/test_observed.py"),
-    Fault("shmsync/cli/top.py", "blocking = {reader.row for reader in front}", "blocking = set()",
+    Fault("shmsync/cli/top.py", "(each not in front, -each.lag", "(each in front, -each.lag",
           "programs/test_top.py"),
     # the native core
     Fault("native/bind/source_plan.cpp", "return leaves_[pair.first].bytes == 0 ||", "return true ||",

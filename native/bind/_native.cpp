@@ -15,7 +15,7 @@ void bind_device(nb::module_&);
 void bind_memory(nb::module_&);
 void bind_modes(nb::module_&);
 void bind_follower(nb::module_&);
-void bind_observe(nb::module_&);
+void bind_header(nb::module_&);
 void bind_sources(nb::module_&);
 void bind_source_plan(nb::module_&);
 void bind_writer(nb::module_&);
@@ -38,7 +38,7 @@ NB_MODULE(_native, m) {
   shmsync::bind::bind_memory(m);
   shmsync::bind::bind_modes(m);
   shmsync::bind::bind_follower(m);
-  shmsync::bind::bind_observe(m);
+  shmsync::bind::bind_header(m);
   shmsync::bind::bind_sources(m);
   shmsync::bind::bind_source_plan(m);
   shmsync::bind::bind_device(m);

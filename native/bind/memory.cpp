@@ -58,6 +58,32 @@ nb::object name_of(std::uint64_t owner, std::int32_t worker) {
   return nb::str(("pid " + std::to_string(pid_of(owner))).c_str());
 }
 
+// The claimed rows; with `left` also those of workers that have given theirs back.
+nb::list rows_of(const Control& control, bool left) {
+  nb::list rows;
+  const auto table = control.readers();
+  for (std::uint32_t i = 0; i < table.size(); ++i)
+    if (const auto row = table.look(i); row.owner != 0 || (left && row.worker >= 0)) rows.append(nb::cast(row));
+  return rows;
+}
+
+// What the segment says at this moment, whatever became of its processes.
+nb::dict look(const Control& control) {
+  constexpr auto acquire = std::memory_order_acquire;
+  nb::dict d;
+  d["rows"] = rows_of(control, false);  // first: an ack that is seen is not newer than the version that is seen
+  nb::list seqs;
+  for (std::uint32_t k = 0; k < control.slot_count(); ++k) seqs.append(control.slots()[k].seq.load(acquire));
+  d["seqs"] = seqs;
+  const std::uint64_t current = control.publication().current.load(acquire);
+  d["version"] = version_of(current);
+  d["slot"] = slot_of(current);
+  d["gated"] = gated(current);
+  d["state"] = control.publication().state.load(acquire);
+  d["failure"] = failure_in(control.reply());
+  return d;
+}
+
 }  // namespace
 
 std::uint64_t fork_generation() { return g_forks.load(std::memory_order_relaxed); }
@@ -198,18 +224,11 @@ void bind_memory(nb::module_& m) {
       .def(
           "forget", [](Control& c, std::uint32_t row, std::uint64_t me) { c.readers().forget(row, me); }, "row"_a,
           "me"_a, "Take the index and the ack of the last owner off a free row.")
-      .def(
-          "rows",
-          [](const Control& c, bool left) {
-            nb::list rows;
-            const auto table = c.readers();
-            for (std::uint32_t i = 0; i < table.size(); ++i)
-              if (const auto row = table.look(i); row.owner != 0 || (left && row.worker >= 0))
-                rows.append(nb::cast(row));
-            return rows;
-          },
-          "left"_a = false, nb::sig("def rows(self, left: bool = False) -> list[Row]"),
-          "Every claimed row; with `left` also those of workers that have given theirs back.")
+      .def("rows", &rows_of, "left"_a = false, nb::sig("def rows(self, left: bool = False) -> list[Row]"),
+           "Every claimed row; with `left` also those of workers that have given theirs back.")
+      .def("look", &look, nb::sig("def look(self) -> dict"),
+           "What publication, slots and reader table say now: version, slot, gated, state, failure, seqs of the slots, "
+           "rows that are claimed.")
       .def(
           "row",
           [](const Control& c, std::uint32_t i) {

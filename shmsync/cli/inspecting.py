@@ -6,8 +6,10 @@ import argparse
 import json
 
 from ..errors import ShmSyncError
-from ..memory.inspection import ArenaSeen, Condition, ReaderSeen, SlotSeen, command_of, manifest_of, ties
+from ..memory.inspection import ArenaSeen, SlotSeen, command_of, manifest_of, ties
 from ..memory.manifest import Manifest
+from ..memory.process import ProcessState
+from ..memory.segment import ReaderInfo
 from .listing import as_dict, look_twice
 from .output import duration, per_second, say, size, table
 
@@ -105,15 +107,15 @@ def _slot(slot: SlotSeen) -> str:
     return ("never written" if not slot.version else f"version {slot.version}") + (", current" if slot.current else "")
 
 
-def cells(reader: ReaderSeen) -> list[str]:
+def cells(reader: ReaderInfo) -> list[str]:
     """What HEAD names of one reader."""
     return [
         "-" if reader.worker is None else str(reader.worker),
         str(reader.pid),
-        reader.condition.value,
+        reader.state.value,
         *map(str, (reader.acked, reader.lag)),
         "-" if reader.pinned is None else str(reader.pinned),
         "-" if reader.pinned is None else duration(reader.pin_age),
         *map(str, (reader.reads, reader.torn, reader.retries)),
-        command_of(reader.pid) if reader.condition is not Condition.UNKNOWN else "",
+        command_of(reader.pid) if reader.state is not ProcessState.UNKNOWN else "",
     ]

@@ -11,8 +11,8 @@ from typing import Any
 
 from ..errors import ArenaNotFound, ShmSyncError
 from ..memory import leftovers
-from ..memory.inspection import ArenaSeen, Condition, command_of, look_at_all
-from ..memory.process import Peers
+from ..memory.inspection import ArenaSeen, command_of, look_at_all
+from ..memory.process import Peers, ProcessState
 from .output import duration, per_second, say, size, table
 
 HEAD: tuple[str, ...] = ("NAME", "OWNER", "PID", "SIZE", "SLOTS", "VERSION", "VERS/S", "READERS", "AGE")
@@ -22,7 +22,7 @@ def rate(before: ArenaSeen | None, after: ArenaSeen) -> float | None:
     """Versions in a second between two looks at one session; None where they tell nothing."""
     if before is None or not after.readable or before.session != after.session or after.at <= before.at:
         return None
-    return max(0, after.version - before.version) / (after.at - before.at) if after.owner is Condition.ALIVE else None
+    return max(0, after.version - before.version) / (after.at - before.at) if after.owner is ProcessState.LIVE else None
 
 
 def look_twice(seconds: float, name: str | None = None) -> list[tuple[ArenaSeen, float | None]]:
@@ -34,7 +34,7 @@ def look_twice(seconds: float, name: str | None = None) -> list[tuple[ArenaSeen,
     with closing(Peers()) as peers:
         before: dict[str, ArenaSeen] = {}
         found = look_at_all(names, peers)
-        if seconds > 0 and any(seen.readable and seen.owner is Condition.ALIVE for seen in found):
+        if seconds > 0 and any(seen.readable and seen.owner is ProcessState.LIVE for seen in found):
             before = {seen.name: seen for seen in found}
             time.sleep(seconds)
             found = look_at_all(names, peers)
@@ -50,7 +50,7 @@ def as_dict(seen: ArenaSeen, versions_per_s: float | None) -> dict[str, Any]:
     if not seen.readable:
         found |= dict.fromkeys(("version", "state", "bytes", "slot_bytes", "max_readers", "session", "gated"))
     for reader in found["readers"]:
-        known = reader["condition"] is not Condition.UNKNOWN  # else the pid is another process here
+        known = reader["state"] is not ProcessState.UNKNOWN  # else the pid is another process here
         reader["command"] = command_of(reader["pid"]) if known else ""
     return found
 
@@ -60,7 +60,7 @@ def cells(seen: ArenaSeen, versions_per_s: str) -> list[str]:
     pid = "-" if seen.pid is None else str(seen.pid)
     inside = ["-"] * 5
     if seen.readable:
-        stopped = sum(reader.condition is Condition.STOPPED for reader in seen.readers)
+        stopped = sum(reader.state is ProcessState.STOPPED for reader in seen.readers)
         readers = f"{len(seen.readers)} ({stopped} stopped)" if stopped else str(len(seen.readers))
         inside = [size(seen.bytes), str(len(seen.slots)), str(seen.version), versions_per_s, readers]
     return [seen.name, seen.owner.value, pid, *inside, duration(seen.age)]
@@ -90,16 +90,16 @@ def run_gc(arguments: argparse.Namespace) -> int:
         found = look_at_all(None, peers)
     for seen in found:
         process = f", process {seen.pid}" if seen.pid else ""
-        why = f" ({seen.why.partition(';')[0]}{process})" if seen.owner is Condition.DEAD and seen.why else ""
+        why = f" ({seen.why.partition(';')[0]}{process})" if seen.owner is ProcessState.DEAD and seen.why else ""
         if not arguments.dry_run:
             try:
                 leftovers.sweep(seen.name)
                 say(f"removed {seen.name}{why}")
             except ShmSyncError as error:
                 say(f"kept {seen.name}: {error}")
-        elif seen.owner is Condition.DEAD:
+        elif seen.owner is ProcessState.DEAD:
             say(f"would remove {seen.name}{why}")
-        elif seen.pid is not None and seen.owner in (Condition.ALIVE, Condition.STOPPED):
+        elif seen.pid is not None and seen.owner in (ProcessState.LIVE, ProcessState.STOPPED):
             say(f"would keep {seen.name}: process {seen.pid} is {seen.owner.value}")
         else:
             say(f"would keep {seen.name}: {seen.why}")

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
-from ..memory.inspection import ArenaSeen, Condition, ReaderSeen, look_at_all
-from ..memory.process import Peers
+from ..memory.inspection import ArenaSeen, look_at_all
+from ..memory.process import Peers, ProcessState
+from ..memory.segment import ReaderInfo
 from . import inspecting, listing
 from .listing import look_twice, rate
 from .output import duration, per_second, say
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 Look = list[tuple[ArenaSeen, float | None]]  # arenas, and their versions per second
 
-_COLOURS = {"alive": "green", "stopped": "yellow", "dead": "red", "unknown": "magenta", ">": "bold red"}  # of cells
+_COLOURS = {"live": "green", "stopped": "yellow", "dead": "red", "unknown": "magenta", ">": "bold red"}  # of cells
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,12 +67,12 @@ def _looks(arguments: argparse.Namespace) -> Iterator[Look]:
             time.sleep(max(arguments.interval, 0.05))
 
 
-def holders(seen: ArenaSeen) -> list[ReaderSeen]:
+def holders(seen: ArenaSeen) -> list[ReaderInfo]:
     """The readers that the publisher has to wait for, now or at its next publish; the longest pin first."""
-    pinned = [reader for reader in seen.readers if reader.pinned is not None and reader.condition is not Condition.DEAD]
+    pinned = [reader for reader in seen.readers if reader.pinned is not None and reader.state is not ProcessState.DEAD]
     if len(seen.slots) == 1:
         # For a stopped one the publisher waits with its gate open, so that other readers go on with the old version.
-        found = pinned if seen.gated else [reader for reader in pinned if reader.condition is Condition.STOPPED]
+        found = pinned if seen.gated else [reader for reader in pinned if reader.state is ProcessState.STOPPED]
     else:
         old = {slot.version for slot in seen.slots if not slot.current and slot.version and not slot.unfinished}
         held = {reader.pinned for reader in pinned}
@@ -85,14 +86,14 @@ def _problem(seen: ArenaSeen) -> str:
     if front := holders(seen):
         others = f", {len(front) - 1} more" if len(front) > 1 else ""
         return f"{_described(front[0])} blocks the publisher: {duration(front[0].pin_age)}{others}"
-    late = [reader for reader in seen.readers if reader.lag and reader.condition is not Condition.DEAD]
+    late = [reader for reader in seen.readers if reader.lag and reader.state is not ProcessState.DEAD]
     slowest = max(late, key=lambda reader: (reader.lag, reader.pin_age), default=None)
     return "" if slowest is None else f"{_described(slowest)} is furthest behind: {slowest.lag}"
 
 
-def _described(reader: ReaderSeen) -> str:
+def _described(reader: ReaderInfo) -> str:
     """How a sentence names a reader: "worker 7 (pid 812, stopped)", "pid 813"."""
-    stopped = "stopped" if reader.condition is Condition.STOPPED else ""
+    stopped = "stopped" if reader.state is ProcessState.STOPPED else ""
     if reader.worker is None:
         return f"pid {reader.pid}" + (stopped and f" ({stopped})")
     return f"worker {reader.worker} (pid {reader.pid}{stopped and ', ' + stopped})"
@@ -133,9 +134,8 @@ def _panel(arguments: argparse.Namespace, found: Look) -> RenderableType:
         said, wrong = _figures(seen, versions), _wrong(seen)
         head = ("", *inspecting.HEAD[:-1])
         front = holders(seen)
-        blocking = {reader.row for reader in front}
-        ordered = sorted(seen.readers, key=lambda each: (each.row not in blocking, -each.lag, -each.pin_age))
-        rows = [[">" if each.row in blocking else " ", *inspecting.cells(each)[:-1]] for each in ordered]
+        ordered = sorted(seen.readers, key=lambda each: (each not in front, -each.lag, -each.pin_age))
+        rows = [[">" if each in front else " ", *inspecting.cells(each)[:-1]] for each in ordered]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in head:
         table.add_column(name, justify="left" if name in ("NAME", "OWNER", "IS") else "right", no_wrap=True)

@@ -16,7 +16,7 @@ from ..errors import ForkedHandle, WriterBusy
 from ..memory import segment
 from ..memory.devices import named
 from ..memory.leftovers import new_name
-from ..memory.segment import Handle, figures
+from ..memory.segment import Handle, ReaderInfo
 from .bind.compiled import disable
 from .deadlines import (
     DEFAULT_TIMEOUT,
@@ -31,7 +31,7 @@ from .digest import digests_of
 from .read.section_values import copied_state
 from .source.dtypes import Dtypes, check_dtypes
 from .source.sources import SAME, Filter, Patterns, Weights
-from .stats import PublisherStats, ReaderInfo
+from .stats import PublisherStats
 from .subscriber import live_weights
 from .write.acks import Acks, Procs, check_workers, processes_of, wait_for_readers
 from .write.adoption import adopt
@@ -238,7 +238,7 @@ class Publisher:
         writer.check()
         version, rows = self.version, writer.arena.control.rows()
         writer.peers.keep_only({row.owner for row in rows})
-        return [ReaderInfo(state=writer.peers.state(row.owner), **figures(row, version)) for row in rows]
+        return [ReaderInfo.of(row, version, writer.peers.state(row.owner)) for row in rows]
 
     def wait_readers(self, workers: Iterable[int], *, timeout: float | None = None, procs: Procs = None) -> None:
         """Wait until subscribers with these worker indices are attached. Publishes nothing, and blocks no publish.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..memory.process import ProcessState
 from .deadlines import Latency, Samples
 
 
@@ -54,36 +53,6 @@ class Counts:
     publish: Samples = field(default_factory=Samples)
     pin_wait: Samples = field(default_factory=Samples)
     ack_wait: Samples = field(default_factory=Samples)
-
-
-@dataclass(frozen=True)
-class ReaderInfo:
-    """One subscriber, as its row in the reader table shows it.
-
-    Attributes:
-        worker: the index given to Subscriber(worker=).
-        pid: of its process.
-        state: whether that process runs, is stopped or dead.
-        acked: the version it has applied; 0: none yet.
-        lag: published versions that it has not applied.
-        pinned: the version it holds in a read section right now.
-        pin_age: since when, in seconds; 0 when it holds none.
-        reads: sections entered.
-        torn: optimistic or live sections whose weights changed meanwhile.
-        retries: entries begun again because the writer moved on meanwhile (a wait at a closed gate is none), and torn
-            sections that run(), snapshot() or a bound module repeated.
-    """
-
-    worker: int | None
-    pid: int
-    state: ProcessState
-    acked: int
-    lag: int
-    pinned: int | None
-    pin_age: float
-    reads: int
-    torn: int
-    retries: int
 
 
 @dataclass(frozen=True)

@@ -176,13 +176,13 @@ class Arena:
     def readonly_range(self) -> tuple[int, int]:
         """[begin, end) of the read-only mapping."""
         begin = self.readonly_address(0)
-        return begin, begin + slab.slab_bytes(self.slots, self.manifest.slot_bytes)
+        return begin, begin + self.slots * self.manifest.slot_bytes
 
     def spans(self) -> list[tuple[int, int]]:
         """[begin, end) of the mappings that this object has made; none after release()."""
         if self._slab is None:
             return []
-        size = slab.slab_bytes(self.slots, self.manifest.slot_bytes)
+        size = self.slots * self.manifest.slot_bytes
         storages = (self._slab.readonly, self._slab.writable)
         return [(each.data_ptr(), each.data_ptr() + size) for each in storages if each is not None]
 
@@ -248,9 +248,9 @@ def create(
         text = manifest.to_json()
         owner, boot_id, pid_namespace = me()
         if device is None:
-            memory = slab.create(slots, manifest.slot_bytes, session, name)
+            memory = slab.create(slots, manifest.slot_bytes, name)
         else:
-            size = slab.slab_bytes(slots, manifest.slot_bytes)
+            size = slots * manifest.slot_bytes
             try:
                 storage = device.allocate(size)
             except NoSpace:  # what closed publishers have kept is freed only now: that may wait for the whole device

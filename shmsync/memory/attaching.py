@@ -68,17 +68,16 @@ def _mapped(
     peers: Peers,
 ) -> Attached:
     """Map the slab that a segment leads to, and take a row."""
-    size = slab.slab_bytes(header.slots, header.slot_bytes)
     device = of_kind(header.slab_kind, name, header.slab_handle)
     owner = me().owner
     index = -1 if worker is None else worker
     if device is None:
-        memory = slab.attach(header.owner, header.slab_fd, header.slab_inode, size, header.session, name)
+        memory = slab.attach(header, name)
         row = _claim(control, peers, owner, index, name)
         on_device = None
     else:
         with ExitStack() as undo:
-            storage = device.open(header.slab_handle, size)
+            storage = device.open(header.slab_handle, header.slots * header.slot_bytes)
             undo.callback(device.free, storage)
             row = _claim(control, peers, owner, index, name)
             undo.callback(control.reap, row, owner, owner)

@@ -1,7 +1,7 @@
 """An arena as it is seen from outside: what its control segment says, and what the kernel says of its processes.
 
-Nothing is mapped, written or claimed, and no process of the arena has to do anything for it: they may run, stand still
-or be dead. What cannot be found out is said to be unknown, never to be dead or empty.
+Nothing is written or claimed, and no process of the arena has to do anything for it: they may run, stand still or be
+dead. What cannot be found out is said to be unknown, never to be dead or empty.
 """
 
 from __future__ import annotations
@@ -11,26 +11,15 @@ import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 
 from .. import _native
 from ..errors import ArenaCorrupt, ArenaNotFound, ShmSyncError
 from .leftovers import names as all_names
 from .manifest import Manifest
-from .process import Peers, me, pid_of, refusals
-from .segment import figures
+from .process import Peers, ProcessState, me, pid_of, refusals
+from .segment import ReaderInfo
 from .segment_file import check_readable, may_live, opened, read_header, read_manifest
-from .slab import slab_bytes
-
-
-class Condition(str, Enum):
-    """What a process, or the publisher of an arena, is doing, as far as can be seen from here."""
-
-    ALIVE = "alive"
-    STOPPED = "stopped"
-    DEAD = "dead"
-    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -43,28 +32,11 @@ class SlotSeen:
 
 
 @dataclass(frozen=True)
-class ReaderSeen:
-    """One claimed row of the reader table."""
-
-    row: int
-    worker: int | None
-    pid: int
-    condition: Condition
-    acked: int
-    lag: int
-    pinned: int | None
-    pin_age: float  # seconds
-    reads: int
-    torn: int
-    retries: int
-
-
-@dataclass(frozen=True)
 class ArenaSeen:
     """One arena at one moment."""
 
     name: str
-    owner: Condition
+    owner: ProcessState
     why: str  # what there is to say about the owner; "" for one that is well
     pid: int | None  # of the owner; None when it is not known
     age: float | None  # seconds since the segment was made
@@ -78,7 +50,7 @@ class ArenaSeen:
     gated: bool = False  # slots = 1: the publisher keeps new sections out
     max_readers: int = 0
     slots: tuple[SlotSeen, ...] = ()
-    readers: tuple[ReaderSeen, ...] = ()
+    readers: tuple[ReaderInfo, ...] = ()
 
     @property
     def readable(self) -> bool:
@@ -95,7 +67,7 @@ def look(name: str, peers: Peers) -> ArenaSeen | None:
         with refusals(f"looking at arena {name!r}"), opened(name) as fd:
             return None if fd is None else _look(name, fd, peers)
     except ShmSyncError as error:
-        return ArenaSeen(name, Condition.UNKNOWN, str(error), None, None)
+        return ArenaSeen(name, ProcessState.UNKNOWN, str(error), None, None)
 
 
 def manifest_of(name: str) -> Manifest:
@@ -131,12 +103,10 @@ def _look(name: str, fd: int, peers: Peers) -> ArenaSeen:
     header = read_header(name, fd)
     try:
         check_readable(name, header)
-        seen = _native.read_state(fd, header)
-        if seen is None:
-            raise ArenaCorrupt("its segment is shorter than its header says")
+        seen = _native.Control.attach(fd, header).look()
     except ArenaCorrupt as error:
-        condition = Condition.UNKNOWN if may_live(header, fd) else Condition.DEAD
-        return ArenaSeen(name, condition, str(error), _pid(header), age)
+        owner = ProcessState.UNKNOWN if may_live(header, fd) else ProcessState.DEAD
+        return ArenaSeen(name, owner, str(error), _pid(header), age)
     at = time.monotonic()
     owner, why = _owner(header, fd, peers)
     version = int(seen["version"])
@@ -148,7 +118,7 @@ def _look(name: str, fd: int, peers: Peers) -> ArenaSeen:
         age=age,
         at=at,
         session=header.session.hex(),
-        bytes=slab_bytes(header.slots, header.slot_bytes),
+        bytes=header.slots * header.slot_bytes,
         slot_bytes=header.slot_bytes,
         version=version,
         state=_STATES.get(seen["state"], f"state {seen['state']}"),
@@ -159,10 +129,7 @@ def _look(name: str, fd: int, peers: Peers) -> ArenaSeen:
             SlotSeen((seq + 1) // 2, bool(seq % 2), number == seen["slot"] and seq % 2 == 0)
             for number, seq in enumerate(seen["seqs"])
         ),
-        readers=tuple(
-            ReaderSeen(row=row.number, condition=_condition(row.owner, peers, header), **figures(row, version))
-            for row in seen["rows"]
-        ),
+        readers=tuple(ReaderInfo.of(row, version, _state(row.owner, peers, header)) for row in seen["rows"]),
     )
 
 
@@ -171,23 +138,20 @@ def _pid(header: _native.Header) -> int | None:
     return pid_of(header.owner) if header.pid_namespace == me().pid_namespace else None
 
 
-def _owner(header: _native.Header, fd: int, peers: Peers) -> tuple[Condition, str]:
+def _owner(header: _native.Header, fd: int, peers: Peers) -> tuple[ProcessState, str]:
     if not may_live(header, fd):
-        return Condition.DEAD, "its publisher is dead; `shmsync gc` removes what it left"
+        return ProcessState.DEAD, "its publisher is dead; `shmsync gc` removes what it left"
     if _pid(header) is None:  # its lock tells
-        return Condition.ALIVE, "its publisher runs in another container (pid namespace)"
-    condition = _condition(header.owner, peers, header)
+        return ProcessState.LIVE, "its publisher runs in another container (pid namespace)"
+    state = _state(header.owner, peers, header)
     stopped = "its publisher is stopped (SIGSTOP, or a debugger); `kill -CONT` lets it go on"
-    return condition, stopped if condition is Condition.STOPPED else ""
+    return state, stopped if state is ProcessState.STOPPED else ""
 
 
-def _condition(owner: int, peers: Peers, header: _native.Header) -> Condition:
+def _state(owner: int, peers: Peers, header: _native.Header) -> ProcessState:
     if header.boot_id != me().boot_id:
-        return Condition.DEAD
-    if header.pid_namespace != me().pid_namespace:
-        return Condition.UNKNOWN
-    state = peers.state(owner).value
-    return Condition.ALIVE if state == "live" else Condition(state)
+        return ProcessState.DEAD
+    return peers.state(owner) if header.pid_namespace == me().pid_namespace else ProcessState.UNKNOWN
 
 
 def look_at_all(names: Iterable[str] | None, peers: Peers) -> list[ArenaSeen]:

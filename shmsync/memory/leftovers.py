@@ -106,10 +106,8 @@ def _last_version(name: str, header: _native.Header, fd: int) -> int:
         check_readable(name, header)
     except ArenaCorrupt:
         return 0
-    state = _native.read_state(fd, header)
-    if state is None:
-        return 0
-    return int(max(state["version"], (state["seqs"][0] + 1) // 2 if header.slots == 1 else 0))
+    seen = _native.Control.attach(fd, header).look()
+    return int(max(seen["version"], (seen["seqs"][0] + 1) // 2 if header.slots == 1 else 0))
 
 
 def _whose(header: _native.Header) -> str:

@@ -37,11 +37,12 @@ T = TypeVar("T")
 
 
 class ProcessState(str, Enum):
-    """What a peer process is doing."""
+    """What another process is doing; a stopped one (SIGSTOP, a debugger) is alive."""
 
     LIVE = "live"
     STOPPED = "stopped"
     DEAD = "dead"
+    UNKNOWN = "unknown"  # from here, as in another container
 
 
 class Identity(NamedTuple):
@@ -108,10 +109,10 @@ def dead_parent() -> int | None:
 
 
 class Peer:
-    """Another process, known by its owner word or by its multiprocessing.Process, or by both.
+    """Another process, known by its owner word or by its multiprocessing.Process.
 
-    One that is known by its owner word ends when it runs another program, too. A Process alone does not show that: it
-    may be a script that is about to run the worker's own program.
+    One that is known by its owner word ends when it runs another program, too. A Process does not show that: it may be
+    a script that is about to run the worker's own program.
 
     Raises ValueError for a Process that is not started.
     """
@@ -127,11 +128,6 @@ class Peer:
         self._replaced = False  # by another program
         self._ended = self.pid == 0 or self._exit_code is not None  # pid 0 is in rows of no owner, or garbage
         self._ended = self.dead
-
-    def introduce(self, owner: int) -> None:
-        """The program in this Process has said who it is. Does nothing when that is another process, or known."""
-        if not self._owner and pid_of(owner) == self.pid:
-            self._owner = owner
 
     @property
     def dead(self) -> bool:

@@ -7,21 +7,18 @@ native (native/src/reader_table.cpp); Python sees a Row for each subscriber.
 
 from __future__ import annotations
 
-import errno
-import math
 import os
 import time
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from .. import _native
 from ..errors import ArenaCorrupt, ArenaExists, ArenaNotFound, WriterDied
-from .leftovers import Dead, log_removed, new_name, sweep_some, taken
+from .leftovers import log_removed, new_name, sweep_some, taken
 from .manifest import Manifest
-from .process import Peer, close, close_in_children, hold_for_life, me, pid_of, refusals
+from .process import Peer, ProcessState, close, close_in_children, hold_for_life, me, pid_of, refusals
 from .segment_file import (
     FOLDER,
     NAME,
@@ -32,8 +29,6 @@ from .segment_file import (
     read_manifest,
     unlink,
 )
-
-T = TypeVar("T")
 
 _LOOK_FOR_NAME = 0.001  # seconds between two looks for an arena that does not exist yet
 
@@ -53,10 +48,41 @@ class Handle(NamedTuple):
 RowId = tuple[int, int]  # (number, owner): a row of the reader table, for as long as it has this owner
 
 
-def figures(row: _native.Row, version: int) -> dict[str, Any]:
-    """The figures of a row, by the names that ReaderInfo and ReaderSeen have for them; `version`: the published one."""
-    told = {field: getattr(row, field) for field in ("worker", "pid", "acked", "pinned", "pin_age")}
-    return told | {"lag": max(0, version - row.acked), "reads": row.reads, "torn": row.torn, "retries": row.retries}
+@dataclass(frozen=True)
+class ReaderInfo:
+    """One subscriber, as its row in the reader table shows it.
+
+    Attributes:
+        worker: the index given to Subscriber(worker=).
+        pid: of its process.
+        state: whether that process runs, is stopped or dead.
+        acked: the version it has applied; 0: none yet.
+        lag: published versions that it has not applied.
+        pinned: the version it holds in a read section right now.
+        pin_age: since when, in seconds; 0 when it holds none.
+        reads: sections entered.
+        torn: optimistic or live sections whose weights changed meanwhile.
+        retries: entries begun again because the writer moved on meanwhile (a wait at a closed gate is none), and torn
+            sections that run(), snapshot() or a bound module repeated.
+    """
+
+    worker: int | None
+    pid: int
+    state: ProcessState
+    acked: int
+    lag: int
+    pinned: int | None
+    pin_age: float
+    reads: int
+    torn: int
+    retries: int
+
+    @classmethod
+    def of(cls, row: _native.Row, version: int, state: ProcessState) -> ReaderInfo:
+        """What this row shows; `version`: the published one."""
+        lag = max(0, version - row.acked)
+        figures = row.acked, lag, row.pinned, row.pin_age, row.reads, row.torn, row.retries
+        return cls(row.worker, row.pid, state, *figures)
 
 
 def check_name(name: str) -> str:
@@ -104,9 +130,9 @@ def last_version(name: str) -> int:
 def create(name: str, size: int, *, follows: int, **header: Any) -> Created:
     """Make the segment of an arena; sweeps what dead publishers left. Raises OSError. `follows`: last_version()."""
     sweep_some()
-    fd = _with_room_for(lambda: os.open(FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
+    fd = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        _with_room_for(lambda: os.posix_fallocate(fd, 0, size))  # ftruncate alone would leave a SIGBUS for later
+        os.posix_fallocate(fd, 0, size)  # ftruncate alone would leave a SIGBUS for later
         control = _native.Control.create(fd=fd, **header)
         lock = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         created = Created(control, name, follows, lock)
@@ -120,17 +146,6 @@ def create(name: str, size: int, *, follows: int, **header: Any) -> Created:
         close(fd)
 
 
-def _with_room_for(call: Callable[[], T]) -> T:
-    """Call it, and once more when /dev/shm was full of what dead publishers left."""
-    try:
-        return call()
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-    sweep_some(math.inf)
-    return call()
-
-
 def make_ready(created: Created) -> None:
     """Give the segment its name: subscribers attach from now on.
 
@@ -138,32 +153,24 @@ def make_ready(created: Created) -> None:
     ArenaExists when another publisher has got the name since.
     """
     created.control.make_ready()
-    name = created.name
-    with refusals(f"naming arena {name!r}"):
-        while not _named(created, name):
-            with taken(name) as dead:
-                if dead is not None:
-                    _replace(created, dead)
-                    break
+    with refusals(f"naming arena {created.name!r}"), taken(created.name) as dead:
+        if dead is None:
+            _named(created, created.name)
+            return
+        if dead.version != created.follows:
+            raise ArenaExists(f"another publisher has had the name {created.name!r} meanwhile; start this one again")
+        beside = new_name()
+        _named(created, beside)
+        os.rename(path_of(beside), path_of(created.name))
+        log_removed(created.name)
 
 
-def _named(created: Created, name: str) -> bool:
-    """Let this name stand for the segment. False: it stands for another one."""
+def _named(created: Created, name: str) -> None:
+    """Let a free name stand for the segment."""
     try:
         os.link(f"/proc/self/fd/{created.lock}", path_of(name), src_dir_fd=created.lock)  # else it links the link
-        return True
     except FileExistsError:
-        return False
-
-
-def _replace(created: Created, dead: Dead) -> None:
-    """Let the name of a dead publisher, which this process has taken, stand for the segment."""
-    if dead.version != created.follows:
-        raise ArenaExists(f"another publisher has had the name {created.name!r} meanwhile; start this one again")
-    beside = new_name()
-    _named(created, beside)
-    os.rename(path_of(beside), path_of(created.name))
-    log_removed(created.name)
+        raise ArenaExists(f"another publisher has got the name {name!r} just now; use another one") from None
 
 
 def withdraw(created: Created) -> None:

@@ -32,14 +32,12 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import psutil
 
 from .. import _native
-from ..errors import ArenaCorrupt, ArenaNotFound, NoSpace, ShmSyncError, WriterDied
+from ..errors import ArenaNotFound, NoSpace, ShmSyncError, WriterDied
 from .process import Peer, close, close_in_children, me, owner_word, pid_of, refusals
 
 if TYPE_CHECKING:
     import torch
 
-
-STAMP_BYTES = 4096  # the session id stands at the end, on a separate page
 
 SEAL_SEAL, SEAL_SHRINK, SEAL_GROW, SEAL_WRITE, SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x8, 0x10
 _F_ADD_SEALS = 1033
@@ -60,17 +58,12 @@ class Slab(NamedTuple):
     inode: int = 0
 
 
-def slab_bytes(slots: int, slot_bytes: int) -> int:
-    """Size of the memfd in bytes."""
-    return slots * slot_bytes + STAMP_BYTES
-
-
-def create(slots: int, slot_bytes: int, session: bytes, name: str) -> Slab:
+def create(slots: int, slot_bytes: int, name: str) -> Slab:
     """Make, fill and seal a slab. Raises NoSpace, before it allocates anything, when memory does not suffice.
 
     `name`: its arena's, by which /proc/<pid>/maps and lsof show it, and for what is said of a fault in it.
     """
-    needed = slab_bytes(slots, slot_bytes)
+    needed = slots * slot_bytes
     cure = "use fewer slots, a smaller dtype=, or exclude= what workers do not need"
     available = refuse_too_large(needed, f"{slots} slot(s) of {slot_bytes:,} bytes", cure)
     fd = os.memfd_create(f"shmsync:{name}"[:_NAME_BYTES], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -83,7 +76,6 @@ def create(slots: int, slot_bytes: int, session: bytes, name: str) -> Slab:
                 f"the system refused {needed:,} bytes for the slab, though {available:,} seemed available: "
                 f"{error.strerror}; free memory, or use fewer slots or a smaller dtype="
             ) from error
-        os.pwrite(fd, session, needed - STAMP_BYTES)
         add_seals(fd, SEAL_SHRINK | SEAL_GROW)
         writable = map_shared(fd, needed)
         address = writable.data_ptr()
@@ -101,21 +93,15 @@ def create(slots: int, slot_bytes: int, session: bytes, name: str) -> Slab:
         return slab
 
 
-def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes, name: str) -> Slab:
-    """Map the slab of a live publisher read-only, after checking that it is the one its header describes.
+def attach(header: _native.Header, name: str) -> Slab:
+    """Map the slab of a live publisher read-only, if it is still the one that this header describes.
 
     `name`: its arena's, for what is said of a fault in it.
     """
-    place = MemfdAt(owner, fd, inode, expected_bytes)
-    with opened_at(place, f"the slab of arena {name!r}", partial(_gone, owner)) as opened:
-        stamp = os.pread(opened, len(session), expected_bytes - STAMP_BYTES)
-        if stamp != session:
-            raise ArenaCorrupt(
-                f"the slab of arena {name!r} has session {stamp.hex()} but the header says {session.hex()}; restart "
-                "the publisher, and attach again"
-            )
-        slab = Slab(map_readonly(opened, expected_bytes), None)
-        _explain_faults(slab.readonly, expected_bytes, name)
+    place = MemfdAt(header.owner, header.slab_fd, header.slab_inode, header.slots * header.slot_bytes)
+    with opened_at(place, f"the slab of arena {name!r}", partial(_gone, header.owner)) as opened:
+        slab = Slab(map_readonly(opened, place.size), None)
+        _explain_faults(slab.readonly, place.size, name)
         return slab
 
 

@@ -143,10 +143,8 @@ class Link(Pipe):
         self.answered = True
         if owner and owner != self.owner:
             self.owner = owner
-            if (peer := self.peer) is None:
+            if self.peer is None:
                 self._peer = Peer(owner=owner)
-            else:
-                peer.introduce(owner)
         tag = tag or self._oldest(word)
         if tag is None or (tag not in self.unanswered and tag[1] > self.highest.get(tag[0], 0)):
             self.pending.append(message)  # it answers nothing that was sent

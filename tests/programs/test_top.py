@@ -55,7 +55,7 @@ def test_it_draws_the_readers_and_gives_the_terminal_back(policy, name):
     with Terminal("top", name, "--interval", "0.1") as terminal:
         late = f"worker 0 (pid {slow.pid}) is furthest behind"
         frame = terminal.until(lambda text: late in text)
-        assert any(re.match(r" +0 .*alive", line) for line in frame)
+        assert any(re.match(r" +0 .*live", line) for line in frame)
         assert not terminal.restored()
         terminal.press("\x03")
         assert terminal.ended() == 130

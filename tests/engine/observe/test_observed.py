@@ -54,10 +54,10 @@ def left_dead(trainer, name):
         yield
 
 
-def test_the_owner_is_alive_stopped_or_dead(open_trainer, name, told, said):
+def test_the_owner_is_live_stopped_or_dead(open_trainer, name, told, said):
     trainer = open_trainer(3, slots=2)
     shown = told(name)
-    assert (shown["owner"], shown["pid"], shown["version"], len(shown["slots"])) == ("alive", trainer.pid, 3, 2)
+    assert (shown["owner"], shown["pid"], shown["version"], len(shown["slots"])) == ("live", trainer.pid, 3, 2)
     assert shown["command"]
     trainer.stop()
     shown = told(name)
@@ -81,13 +81,13 @@ def test_readers_are_shown_as_they_are(start, name, told, said):
     killed.kill()
     trainer.call(publish, 3)
     rows = {reader["worker"]: reader for reader in told(name)["readers"]}
-    assert {index: row["condition"] for index, row in rows.items()} == {0: "alive", 1: "stopped", 2: "dead"}
+    assert {index: row["state"] for index, row in rows.items()} == {0: "live", 1: "stopped", 2: "dead"}
     assert [rows[i]["pid"] for i in range(3)] == [pinned.pid, stopped.pid, killed.pid]
     assert (rows[0]["pinned"], rows[1]["pinned"], rows[0]["lag"], rows[0]["acked"]) == (2, None, 1, 2)
     assert rows[0]["pin_age"] > 0 == rows[1]["pin_age"]
     text = said("inspect", name, "--interval", "0")
     line = next(line for line in text.splitlines() if line.split()[:2] == ["0", str(pinned.pid)])
-    assert line.split()[2:6] == ["alive", "2", "1", "2"]
+    assert line.split()[2:6] == ["live", "2", "1", "2"]
     pinned.call(leave)
     assert told(name)["readers"][0]["reads"] >= 1
 
@@ -120,6 +120,6 @@ def test_a_publisher_of_another_pid_namespace(start, name, told):
     reader.call(attach, trainer.call(open_arena, name=name), worker=0)
     forge(name, pid_namespace=0)
     shown = told(name)
-    assert (shown["owner"], shown["pid"], shown["version"]) == ("alive", None, 1)
-    assert shown["readers"][0]["condition"] == "unknown"
+    assert (shown["owner"], shown["pid"], shown["version"]) == ("live", None, 1)
+    assert shown["readers"][0]["state"] == "unknown"
     assert "another container" in shown["why"]

@@ -31,7 +31,6 @@ USUAL = [("kill", 1, "pinned"), ("kill", 2, "optimistic"), ("stop", 1, "optimist
 # What Python does: (where the function is found, its name, the point before it, the point after it).
 AROUND = [
     (slab, "create", None, "slab.created"),
-    (segment, "_with_room_for", None, "segment.opened"),
     (segment, "hold_for_life", None, "segment.locked"),
     (segment, "_named", "segment.nameless", "segment.named"),
     (slab, "attach", None, "slab.attached"),

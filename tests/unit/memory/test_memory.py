@@ -17,7 +17,7 @@ from support.processes import descriptors, segment_path
 def test_too_little_memory_is_refused_beforehand(monkeypatch):
     monkeypatch.setattr(_memory, "available_bytes", lambda: 1 << 20)
     before = descriptors()
-    with pytest.raises(shmsync.NoSpace, match=r"need 2,101,248 bytes but 1,048,576 are available"):
+    with pytest.raises(shmsync.NoSpace, match=r"need 2,097,152 bytes but 1,048,576 are available"):
         shmsync.Publisher({"t": torch.ones(4)})
     assert descriptors() == before
 

@@ -1,11 +1,7 @@
-// What a control segment says at this moment, for tools that look at an arena from outside.
-//
-// It is read, not mapped: nothing in it can be changed by mistake, no row of the reader table is taken, and a file that
-// another process shortens meanwhile ends no process. The processes of the arena may run, stand still or be dead. A
-// subscriber, too, reads and checks identity and manifest before it maps anything (shmsync/memory/segment_file.py).
+// The identity of a control segment: read and checked before anything is mapped (shmsync/memory/segment_file.py), so
+// that a file which is no segment, or which another process shortens at that moment, ends no process.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -13,21 +9,17 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <string>
 #include <system_error>
 
 #include "control.hpp"
-#include "shmsync/reader_table.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace shmsync::bind {
 namespace {
-
-constexpr auto relaxed = std::memory_order_relaxed;
 
 bool read_at(int fd, void* to, std::size_t size, std::size_t at) {
   auto* next = static_cast<std::byte*>(to);
@@ -66,42 +58,9 @@ std::optional<Header> read_identity(int fd) {
   return header;
 }
 
-nb::object read_state(int fd, const Header& header) {
-  if (!header.fits()) return nb::none();
-  const Layout layout = header.layout();
-  const std::uint32_t slots = header.identity().slots, readers = header.identity().readers;
-  alignas(SlotLine) std::byte lines[kMaxSlots * sizeof(SlotLine)];
-  alignas(PublicationLine) std::byte publication[sizeof(PublicationLine)];
-  alignas(ReplyLine) std::byte reply[sizeof(ReplyLine)];
-  const std::unique_ptr<ReaderRow[]> table(new ReaderRow[readers]);
-  // The rows come first: an ack that is seen is not newer than the version that is seen.
-  if (!read_at(fd, table.get(), readers * sizeof(ReaderRow), layout.rows_offset) ||
-      !read_at(fd, lines, slots * sizeof(SlotLine), kSlotsOffset) ||
-      !read_at(fd, publication, sizeof publication, kPublicationOffset) ||
-      !read_at(fd, reply, sizeof reply, layout.reply_offset))
-    return nb::none();
-
-  nb::list seqs, rows;
-  for (std::uint32_t k = 0; k < slots; ++k) seqs.append(reinterpret_cast<const SlotLine*>(lines)[k].seq.load(relaxed));
-  const ReaderTable readers_seen(reinterpret_cast<std::byte*>(table.get()), readers);
-  for (std::uint32_t i = 0; i < readers; ++i)
-    if (const auto row = readers_seen.look(i); row.owner != 0) rows.append(nb::cast(row));
-  const auto& line = *reinterpret_cast<const PublicationLine*>(publication);
-  const std::uint64_t current = line.current.load(relaxed);
-  nb::dict d;
-  d["version"] = version_of(current);
-  d["slot"] = slot_of(current);
-  d["gated"] = gated(current);
-  d["state"] = line.state.load(relaxed);
-  d["failure"] = failure_in(*reinterpret_cast<const ReplyLine*>(reply));
-  d["seqs"] = seqs;
-  d["rows"] = rows;
-  return d;
-}
-
 }  // namespace
 
-void bind_observe(nb::module_& m) {
+void bind_header(nb::module_& m) {
   nb::class_<Header>(
       m, "Header",
       "The identity of a control segment as it was read, not checked yet: native/include/shmsync/layout.hpp.")
@@ -132,10 +91,6 @@ void bind_observe(nb::module_& m) {
       .def_prop_ro("fingerprint", &word<&Identity::fingerprint>);
   m.def("read_identity", &read_identity, "fd"_a,
         "The identity of a control segment; None when the file is too short to hold one.");
-  m.def("read_state", &read_state, "fd"_a, "header"_a,
-        nb::sig("def read_state(fd: int, header: Header) -> dict | None"),
-        "What publication, slots and reader table of a segment say now, without mapping it; None when it is shorter "
-        "than its header says. `rows`: a Row for each that is claimed.");
 }
 
 }  // namespace shmsync::bind
