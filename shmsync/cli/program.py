@@ -81,7 +81,6 @@ def parser() -> argparse.ArgumentParser:
     add = command("publish", "publish the weights of a file, until SIGTERM or Ctrl-C", "publishing")
     add("name", metavar="NAME", help="the arena's name; subscribers attach by it")
     add("file", metavar="FILE", help="a safetensors file, the index of its shards, or a state_dict() of torch.save()")
-    add("--watch", action="store_true", help="publish each newer file of that name")
 
     add = command("gc", "remove what killed publishers left in /dev/shm", "listing", "run_gc")
     add("--dry-run", action="store_true", help="remove nothing, and say what would be removed")

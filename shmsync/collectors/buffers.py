@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -28,28 +28,26 @@ RESULTS: Leaves = {
 }
 
 
-class BufferSpec(NamedTuple):
-    """What a worker needs to map the buffers."""
-
-    path: str
-    leaves: Leaves
-    rows: int
-    steps: int
-
-
 class Buffers:
-    """The mapped buffers. `tensors[k]`: buffer k by key, each tensor `[rows, steps, ...]`; a row is an environment."""
+    """The mapped buffers. `tensors[k]`: buffer k by key, each tensor `[rows, steps, ...]`; a row is an environment.
+
+    `path`: of the memory. Pickled for another process they are mapped there.
+    """
 
     @run_plainly
-    def __init__(self, spec: BufferSpec) -> None:
-        self.spec = spec
-        manifest = _manifest(spec.leaves, spec.rows, spec.steps)
+    def __init__(self, path: str, leaves: Leaves, rows: int, steps: int) -> None:
+        self._made_of = path, leaves, rows, steps
+        self.steps = steps
+        manifest = _manifest(leaves, rows, steps)
         nbytes = BUFFERS * manifest.slot_bytes
-        storage = torch.from_file(spec.path, shared=True, size=nbytes, dtype=torch.uint8).untyped_storage()
+        storage = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8).untyped_storage()
         self.tensors: list[dict[Key, torch.Tensor]] = [
             {leaf.key: view(storage, leaf, k * manifest.slot_bytes + leaf.offset) for leaf in manifest.leaves}
             for k in range(BUFFERS)
         ]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Buffers, self._made_of
 
     def batch(self, buffer: int, rows: slice = slice(None)) -> TensorDict:
         """Rows of a buffer as a TensorDict of batch size [rows, steps], without a copy."""
@@ -70,7 +68,7 @@ def create(leaves: Leaves, rows: int, steps: int) -> tuple[Buffers, int]:
         fd = os.memfd_create("shmsync-batches", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, nbytes)
-            return Buffers(BufferSpec(f"/proc/{os.getpid()}/fd/{fd}", leaves, rows, steps)), fd
+            return Buffers(f"/proc/{os.getpid()}/fd/{fd}", leaves, rows, steps), fd
         except BaseException:
             os.close(fd)
             raise

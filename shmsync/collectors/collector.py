@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import util
 from typing import Any, Literal, SupportsIndex
 
@@ -27,14 +27,13 @@ from ..schemes.devices import DeviceChoice, device_names
 from ..schemes.strategy import WeightStrategy
 from ..workers.process import wait_for_any
 from . import buffers
-from .acting import pack
-from .collector_process import BATCH, COLLECT, LAYOUT, START, WorkerSpec
+from .collector_process import COLLECT, LAYOUT, START, WorkerSpec
 from .member import Member, agreed, end_all
+from .policy import pack
 
 PRELOADED = ["torch", "tensordict", "gymnasium", "cloudpickle", "shmsync.collectors"]
 START_TIMEOUT = 120.0  # seconds
 LAST_SEED = 1 << 62  # what Gymnasium, NumPy and torch all take, with room for those of each environment
-OnLag = Literal["warn", "drop"]
 
 _log = logging.getLogger("shmsync")
 
@@ -119,7 +118,7 @@ class MultiprocessCollector:
         seed: SupportsIndex | None = None,
         restart_workers: bool = False,
         max_lag: SupportsIndex | None = None,
-        on_lag: OnLag = "warn",
+        on_lag: Literal["warn", "drop"] = "warn",
         timeout: float | None = None,
         start_timeout: float | None = None,
         start_method: str = "forkserver",
@@ -133,7 +132,7 @@ class MultiprocessCollector:
         self._start_timeout = timeout_or_default(start_timeout, START_TIMEOUT, "start_timeout")
         self._on_lag, self._sync, self._restart_workers = on_lag, sync, restart_workers
         count = whole("envs_per_worker", envs_per_worker, 1)
-        base = secrets.randbits(31) if seed is None else whole("seed", seed, 0, LAST_SEED)
+        self._seed = secrets.randbits(31) if seed is None else whole("seed", seed, 0, LAST_SEED)
         makers = create_env_fn if isinstance(create_env_fn, Sequence) else [create_env_fn] * count_of_workers
         if len(makers) != count_of_workers:
             raise ValueError(
@@ -152,14 +151,7 @@ class MultiprocessCollector:
         bound = isinstance(scheme, SharedMemWeightSyncScheme) and len(set(devices)) < 2
         packed = pack(policy, values=not bound)
         self._specs = [
-            WorkerSpec(
-                index,
-                cloudpickle.dumps([maker] * count),
-                packed,
-                scheme,
-                base + index * count,
-                device=devices[index],
-            )
+            WorkerSpec(index, cloudpickle.dumps([maker] * count), packed, scheme, devices[index])
             for index, maker in enumerate(makers)
         ]
         self._context = multiprocessing.get_context(start_method)
@@ -277,7 +269,7 @@ class MultiprocessCollector:
     def _start(self, devices: list[str | None]) -> None:
         """Start all workers, send them their first weights, and give them their rows of the batches."""
         deadline = time.monotonic() + self._start_timeout
-        members = [self._start_process(spec) for spec in self._specs]
+        members = [self._start_process(index) for index in range(len(self._specs))]
         # On several devices each policy has its own copy, and the arena is the host's.
         place: dict[str, Any] = {"device": devices[0]} if len(set(devices)) == 1 else {}
         with self._reasons():
@@ -291,56 +283,48 @@ class MultiprocessCollector:
             self._sender = self._scheme.get_sender()
             self._sender.send(timeout=self._start_timeout)
         for member in members:
-            member.send(LAYOUT)
+            member.send(LAYOUT, self._seed)
         self._wait(lambda: all(member.layout for member in members), deadline)
-        leaves, count = agreed([member.layout for member in members])
-        steps = self._steps(count, len(members))
-        # A worker's environments are numbered after those of the workers before it, and seeded so: the same seed gives
-        # the same frames, however they are made.
-        base = self._specs[0].seed
-        self._specs = [
-            replace(spec, rows=(spec.index * count, (spec.index + 1) * count), seed=base + spec.index * count)
-            for spec in self._specs
-        ]
-        self._memory, fd = buffers.create(leaves, count * len(self._specs), steps)
+        leaves, self._each = agreed([member.layout for member in members])
+        self._memory, fd = buffers.create(leaves, self._each * len(members), self._steps(self._each, len(members)))
         self._opened.append(fd)
-        for spec in self._specs:
-            self._join(spec)
+        for member in members:
+            self._join(member)
             for buffer in () if self._sync else range(buffers.BUFFERS):  # without sync they fill all at once
-                self._members[spec.index].order(buffer)
+                member.order(buffer)
 
     def _restart(self, index: int) -> None:
         """Start a worker again; it joins at the newest version, and does again what it had not delivered."""
         self._restarts += 1
         _log.warning("collector worker %d was lost, and is started again", index)
-        # Another stretch of the same seed would repeat the frames that the dead one has delivered already.
-        spec = replace(self._specs[index], seed=self._specs[index].seed + 7919 * self._restarts)
-        member = self._start_process(spec)
+        earlier = self._members[index]
+        earlier.joined = False  # a Ctrl-C before the new one has joined: this is called again
+        earlier.close()
+        member = self._start_process(index, earlier.orders)
         with self._reasons():
             self._sender.register_worker(index, member.weights, member.process)
             resend = getattr(self._sender, "resend", None)  # not in schemes without pipes
             if resend is not None:
                 resend(index, timeout=self._start_timeout)
-        self._join(spec)
+        self._join(member)
 
-    def _start_process(self, spec: WorkerSpec) -> Member:
-        """Start a worker, in place of an earlier one of its index, whose orders it takes over."""
-        earlier = self._members.get(spec.index)
-        if earlier is not None:
-            earlier.joined = False  # a Ctrl-C before the new one has joined: _restart() is called again
-            earlier.close()
-        member = Member(self._context, spec)
-        if earlier is not None:
-            member.orders = earlier.orders
-        self._members[spec.index] = member
-        return member
+    def _start_process(self, index: int, orders: Sequence[int] = ()) -> Member:
+        """Start a worker, with the orders of the one whose place it takes."""
+        self._members[index] = Member(self._context, self._specs[index], self._seed + index, self._filled, orders)
+        return self._members[index]
 
-    def _join(self, spec: WorkerSpec) -> None:
-        member = self._members[spec.index]
-        member.send(START, (self._memory.spec, spec.rows, spec.seed))
+    def _join(self, member: Member) -> None:
+        # Environments are numbered through all workers, and seeded so: the same seed gives the same frames, however
+        # they are made. After a restart it is another stretch: else delivered frames would come again.
+        rows = self._rows(member.index)
+        member.send(START, (self._memory, rows, self._seed + rows.start + 7919 * self._restarts))
         for buffer in member.orders:  # those of the worker before it
             member.send(COLLECT, buffer)
         member.joined = True
+
+    def _rows(self, index: int) -> slice:
+        """A worker's rows of a batch."""
+        return slice(index * self._each, (index + 1) * self._each)
 
     # ---- their batches
 
@@ -386,7 +370,7 @@ class MultiprocessCollector:
         self._wait(lambda: self._filled, time.monotonic() + self._timeout)
         index, buffer = self._handed = next(iter(self._filled))
         del self._filled[index, buffer]
-        return self._memory.batch(buffer, slice(*self._specs[index].rows))
+        return self._memory.batch(buffer, self._rows(index))
 
     # ---- what they say
 
@@ -397,29 +381,16 @@ class MultiprocessCollector:
             yield
         except WorkerDied as error:
             for member in [self._members[index] for index in error.missing if index in self._members]:
-                self._read(member)
+                member.read()
                 if member.failure is not None and not (restarts and member.delivered):
                     member.raise_loss()
             raise
-
-    def _read(self, member: Member) -> None:
-        """Handle what a worker has sent."""
-        member.read()
-        while member.received:
-            word, content = member.received[0]
-            del member.received[0]
-            if word == BATCH:
-                member.delivered = True
-                member.orders.remove(content)
-                self._filled[member.index, content] = None
-            else:
-                member.layout = content
 
     def _wait(self, done: Callable[[], Any], deadline: float) -> None:
         """Until done(). Workers that are lost meanwhile are started again, or raise; AckTimeout at the deadline."""
         while True:
             for member in self._members.values():
-                self._read(member)
+                member.read()
             if done():
                 return
             lost = next((member for member in self._members.values() if member.lost), None)

@@ -17,8 +17,7 @@ import torch
 from ..memory.process import dead_parent, poll
 from ..schemes import WeightSyncScheme
 from ..workers.worker_process import attached
-from .acting import bring
-from .buffers import Buffers
+from .policy import bring
 from .rollout import Rollout
 
 # The words of the trainer, then those of the worker. A message is (word, content).
@@ -34,9 +33,7 @@ class WorkerSpec:
     makers: bytes  # a list of functions that make an environment, by cloudpickle
     policy: bytes
     scheme: WeightSyncScheme
-    seed: int
-    rows: tuple[int, int] = (0, 0)  # first and end: its rows of a batch, when its environments are counted
-    device: str | None = None  # where the policy computes; None: where it is
+    device: str | None  # where the policy computes; None: where it is
 
 
 def run(closing: ExitStack, control: Connection, weights: Connection, spec: WorkerSpec) -> None:
@@ -62,7 +59,6 @@ class _Worker:
             closing.callback(envs[-1].close)
         spec.scheme.init_on_worker("policy", pipe=weights, model=policy, worker_idx=spec.index)
         self._receiver = receiver = spec.scheme.get_receiver()
-        self._seed = spec.seed
         self._control = control
         self._rollout = Rollout(envs, policy, lambda: receiver.version, spec.index, spec.device)
         self._weights_fd = weights.fileno()
@@ -79,12 +75,12 @@ class _Worker:
                     return
             word, content = self._commands.popleft()
             if word == LAYOUT:
-                self._rollout.reset(self._seed)
+                self._rollout.reset(content)
                 self._control.send((LAYOUT, (self._rollout.layout(), self._rollout.count)))
             elif word == START:
                 attached(self._control)  # it has had its first weights
                 memory, rows, seed = content
-                self._rollout.use(Buffers(memory), slice(*rows))
+                self._rollout.use(memory, rows)
                 torch.manual_seed(seed)
                 self._rollout.reset(seed)
             elif word == COLLECT:

@@ -72,10 +72,7 @@ class SingleEnvs:
         """Let each of them step, and reset those whose episodes end."""
         parts, rewards, _, ends, _ = self._results
         for i, (env, action) in enumerate(zip(self._envs, self._actions, strict=True)):
-            result = env.step(action)
-            if type(result) is not tuple or len(result) != 5:
-                _returned(result, _STEP)
-            observation, reward, terminated, truncated, _ = result
+            observation, reward, terminated, truncated, _ = _returned(env.step(action), _STEP)
             # Nearly all values are what they should be: a look at their types is sooner than arrays of one element.
             for part in parts:
                 value = observation if not part.path else None

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from ..errors import DataMismatch, WorkerDied
 from ..schemes import WeightSyncScheme
 from ..workers.process import Process, end
 from . import buffers
-from .collector_process import COLLECT, STOP, WorkerSpec, run
+from .collector_process import BATCH, COLLECT, STOP, WorkerSpec, run
 
 _STOPPING = 5.0  # seconds, for environments to close
 
 
 class Member(Process):
-    """One worker process; besides its pipe for messages it has one for weights."""
+    """One worker process; besides its pipe for messages it has one for weights. `filled`: of all of them."""
 
-    def __init__(self, context: Any, spec: WorkerSpec) -> None:
+    def __init__(
+        self, context: Any, spec: WorkerSpec, seed: int, filled: dict[tuple[int, int], None], orders: Iterable[int]
+    ) -> None:
         self.index = spec.index
+        self.filled = filled  # gets (worker, buffer) of each batch, in the order of arrival
         self.joined = False  # it has its weights and knows its buffers
         self.delivered = False  # a batch since it was started
-        self.orders: list[int] = []  # the buffers that it has to fill
+        self.orders = list(orders)  # the buffers that it has to fill
         self.layout: tuple[buffers.Leaves, int] | None = None  # of a frame, and the number of its environments
         self.weights, weights_there = context.Pipe()
         try:
-            super().__init__(context, f"collector {spec.index}", run, (weights_there, spec), seed=spec.seed)
+            super().__init__(context, f"collector {spec.index}", run, (weights_there, spec), seed=seed)
         finally:
             weights_there.close()
 
@@ -48,6 +52,15 @@ class Member(Process):
         """Let it fill this buffer."""
         self.orders.append(buffer)
         self.send(COLLECT, buffer)
+
+    def take(self, word: str, content: Any) -> None:
+        """Its message: a batch is there, or what its frames look like."""
+        if word == BATCH:
+            self.delivered = True
+            self.orders.remove(content)
+            self.filled[self.index, content] = None
+        else:
+            self.layout = content
 
     def close(self) -> None:
         """As Process.close(); closes its pipe for weights too."""

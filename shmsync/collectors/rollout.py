@@ -2,41 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
+from ..errors import DataMismatch
+from ..memory.arena import nested
+from ..memory.devices import named
+from ..memory.manifest import Key
 from . import spaces
-from .acting import ACTION, Actor, output
 from .buffers import RESULTS, Buffers, Leaves
 from .envs import Results, SingleEnvs, VectorEnvs, is_vector, unrolled
 
+ACTION: Key = ("action",)
+
 
 class Rollout:
-    """The environments of one worker, and the policy that acts in them.
+    """The environments of one worker, and the policy that acts in all of them at once.
 
-    `version()` says which weights the last call of the policy used.
+    Args:
+        envs: single environments, or vector environments.
+        version: says which weights the last call of the policy used.
+        worker: the worker's index.
+        device: where the policy computes; None: in the host's memory.
     """
 
     def __init__(
         self, envs: Sequence[Any], policy: nn.Module, version: Callable[[], int], worker: int, device: str | None
     ) -> None:
-        self._version = version
-        self._worker = worker
+        self._policy, self._version, self._worker = policy, version, worker
+        place = None if device is None else named(device)
+        self._there = None if place is None else place.torch_device
         of_vectors = is_vector(envs[0])
         prefix = "single_" if of_vectors else ""
-        found = [(getattr(env, f"{prefix}observation_space"), getattr(env, f"{prefix}action_space")) for env in envs]
-        spaces.check_alike(found, worker)
-        space, action_space = found[0]
-        self._to_env = spaces.to_env(action_space)
+        self._to_env = spaces.to_env(getattr(envs[0], f"{prefix}action_space"))
         singles = unrolled(envs) if of_vectors else list(envs)
         self.count = len(singles) if singles is not None else sum(int(env.num_envs) for env in envs)
-        parts = spaces.parts(space, self.count)
+        parts = spaces.parts(getattr(envs[0], f"{prefix}observation_space"), self.count)
         self._new = new = Results(parts, np.zeros(self.count, np.float32), np.ones(self.count, np.bool_), [])
-        self._actor = Actor(policy, parts, device)
+        self._takes_tensordict = hasattr(policy, "in_keys")
+        names = getattr(policy, "out_keys", None)  # of a TensorDictModule
+        self._out_keys = names and [(name,) if isinstance(name, str) else tuple(name) for name in names]
+        self._plain = len(parts) == 1 and not parts[0].path and not self._takes_tensordict
+        self._seen = {part.key: part.layout for part in parts}
+        self._ours: Leaves = self._seen | {("next", *key): value for key, value in self._seen.items()} | RESULTS
         self._groups: list[tuple[SingleEnvs | VectorEnvs, slice]] = []
         if singles is not None:
             self._groups.append((SingleEnvs(singles, new), slice(0, self.count)))
@@ -57,27 +70,47 @@ class Rollout:
     def layout(self) -> Leaves:
         """The leaves of one frame; calls the policy once, on the observations that are there."""
         state = torch.get_rng_state()
-        out = self._actor.act()
+        out = self._act()
         torch.set_rng_state(state)
-        self._to_env(output(out, ACTION))  # refuses what does not fit
-        return self._actor.layout(out)
+        self._to_env(_output(out, ACTION))  # refuses what does not fit
+        given: Leaves = {}
+        for key in out:
+            if key in self._seen:
+                continue  # the recorded observation is the one that the policy got, whatever it made of it
+            if not all(isinstance(name, str) for name in key):
+                raise DataMismatch(
+                    f"the policy returned the key {key[0] if len(key) == 1 else key!r}, and the keys of a batch are "
+                    "words; name it with a string"
+                )
+            if key in self._ours:
+                raise DataMismatch(f"the policy returned {'.'.join(key)!r}, which is the collector's own; rename it")
+            value = _output(out, key)
+            if value.ndim == 0 or len(value) != self.count:
+                raise DataMismatch(
+                    f"the policy returned {'.'.join(key)!r} of shape {tuple(value.shape)} for {self.count} "
+                    f"environment(s); its first dimension must be {self.count}"
+                )
+            given[key] = value.dtype, tuple(value.shape[1:])
+        return self._ours | given
 
     def use(self, buffers: Buffers, rows: slice) -> None:
         """Write into these rows of the buffers from now on."""
-        self._keys = [part.key for part in self._new.parts]
-        ours = {*RESULTS, *self._keys, *(("next", *key) for key in self._keys)}
-        self._arrays = [{key: tensors[key][rows].numpy() for key in ours} for tensors in buffers.tensors]
-        for arrays in self._arrays:
-            arrays["worker",][:] = self._worker
-        self._actor.use(
-            [{key: tensors[key][rows] for key in tensors if key not in ours} for tensors in buffers.tensors]
-        )
-        self._steps = buffers.spec.steps
+        self._steps = buffers.steps
+        self._arrays: list[dict[Key, Any]] = []  # of each buffer, `[n, steps, ...]`: what the environments give
+        self._given: list[list[tuple[Key, torch.Tensor, Any, tuple[int, ...]]]] = []  # and what the policy does
+        for tensors in buffers.tensors:
+            own = {key: tensor[rows] for key, tensor in tensors.items()}
+            self._arrays.append({key: own.pop(key).numpy() for key in self._ours})
+            self._arrays[-1]["worker",][:] = self._worker
+            self._given.append(
+                [(key, tensor, _array(tensor), (self.count, *tensor.shape[2:])) for key, tensor in own.items()]
+            )
+        self._known = frozenset(own) | frozenset(self._seen)
 
     def collect(self, buffer: int, between: Callable[[], bool]) -> bool:
         """Fill the rows of a buffer. `between` is called before each step; False abandons the rest."""
         to, new = self._arrays[buffer], self._new  # arrays `[n, steps, ...]` and `[n, ...]`
-        befores, afters = [to[key] for key in self._keys], [to[("next", *key)] for key in self._keys]
+        befores, afters = [to[key] for key in self._seen], [to[("next", *key)] for key in self._seen]
         versions, rewards, returns = to["policy_version",], to["next", "reward"], to["next", "episode_return"]
         ends = [to["next", name] for name in ("terminated", "truncated", "done")]
         for array in ends:  # so it is in every step that ends no episode
@@ -92,12 +125,12 @@ class Rollout:
             if self._uneven:
                 rows = (new.acting & (filled < self._steps)).nonzero()[0]
                 at = filled[rows]
-            out = self._actor.act()
-            actions = self._to_env(output(out, ACTION))
+            out = self._act()
+            actions = self._to_env(_output(out, ACTION))
             for group, own in self._groups:
                 group.begin(actions[own])
             versions[rows, at] = self._version()
-            self._actor.record(buffer, out, rows, at)
+            self._record(buffer, out, rows, at)
             for part, before in zip(new.parts, befores, strict=True):
                 before[rows, at] = part.now[rows]
             for group, _ in self._groups:
@@ -121,3 +154,87 @@ class Rollout:
             else:
                 at += 1
         return True
+
+    def _act(self) -> Mapping[Key, Any]:
+        """Call the policy on the newest observations. Returns its outputs by key.
+
+        It gets its own copy, which it may write into and keep: a TensorDict where it takes one, else the observation.
+        """
+        tensors = {part.key: torch.from_numpy(part.now.copy()) for part in self._new.parts}
+        if self._there is not None:
+            tensors = {key: tensor.to(self._there) for key, tensor in tensors.items()}
+        given: Any
+        if self._plain:
+            given = tensors[spaces.OBSERVATION]
+        else:
+            given = nested(tensors) if self._takes_tensordict else nested(tensors)[spaces.OBSERVATION[0]]
+            given.batch_size = torch.Size([self.count])
+        recording = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # what torch.no_grad() does, for a tenth of its time
+        try:
+            out = self._policy(given)
+        finally:
+            torch._C._set_grad_enabled(recording)
+        if isinstance(out, torch.Tensor):
+            found: Mapping[Key, Any] = {ACTION: out}
+        elif self._out_keys is not None:
+            found = {key: out.get(key) for key in self._out_keys}
+        else:
+            found = _by_key(out)
+        if self._there is None:
+            return found
+        return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in found.items()}
+
+    def _record(self, buffer: int, out: Mapping[Key, Any], rows: Any, steps: Any) -> None:
+        """Write what the policy returned for these rows, as these steps."""
+        if not self._known.issuperset(out):
+            more = next(key for key in out if key not in self._known)
+            raise DataMismatch(
+                f"the policy returned {'.'.join(map(str, more))!r}, which it did not the first time; it must return "
+                "the same keys each time"
+            )
+        for key, tensor, array, shape in self._given[buffer]:
+            value = _output(out, key)
+            if value.shape != shape or value.dtype is not tensor.dtype:
+                raise DataMismatch(
+                    f"the policy returned {'.'.join(key)!r} as {value.dtype} {tuple(value.shape)} but its first "
+                    f"was {tensor.dtype} {shape}; it must return the same form each time"
+                )
+            if value.requires_grad:
+                value = value.detach()
+            # NumPy is sooner, but has neither other devices nor lazy conjugates.
+            if array is not None and type(value) is torch.Tensor and value.is_cpu and not value.is_conj():
+                array[rows, steps] = value.resolve_neg().numpy()[rows]
+            else:
+                tensor[rows, steps] = value[rows]
+
+
+def _by_key(out: Any) -> Mapping[Any, torch.Tensor]:
+    """What a policy returned, by key. Raises TypeError when there is no action in it."""
+    items = out.items(True, True) if hasattr(out, "batch_size") else out.items() if isinstance(out, Mapping) else ()
+    found = {key if isinstance(key, tuple) else (key,): value for key, value in items}
+    if ACTION not in found:
+        raise TypeError(
+            f"the policy returned a {type(out).__name__} without an action; return the action, or a dict or TensorDict "
+            "that has it under 'action'"
+        )
+    return found
+
+
+def _output(out: Mapping[Key, Any], key: Key) -> torch.Tensor:
+    """What the policy returned under this key. Raises TypeError for what is no tensor, or not there."""
+    value = out.get(key)
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"the policy returned {'.'.join(map(str, key))!r} as {type(value).__name__}; it must return only "
+            "tensors, and the same keys each time"
+        )
+    return value
+
+
+def _array(tensor: torch.Tensor) -> NDArray[Any] | None:
+    """The tensor for NumPy; None where NumPy does not have its dtype."""
+    try:
+        return tensor.numpy()
+    except TypeError:  # bfloat16
+        return None

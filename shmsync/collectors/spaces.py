@@ -7,7 +7,7 @@ would be repeated to fill a larger shape, there is an error that names it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -85,21 +85,6 @@ def leaf(observation: Any, part: Part, shape: tuple[int, ...], call: str) -> Any
     if type(value) is np.ndarray and value.dtype == part.dtype and value.shape == shape:
         return value
     return fit(value, part.dtype, shape, f"{'.'.join(part.key)} of {call}")
-
-
-def check_alike(found: Sequence[tuple[Any, Any]], worker: int) -> None:
-    """Raise DataMismatch unless these pairs of observation space and action space have the same form."""
-    forms = []
-    for seen, acted in found:
-        bounds = "" if isinstance(acted, spaces.Box) else repr(acted)  # those of a Box may differ
-        forms.append(([(part.path, part.layout) for part in parts(seen, 0)], acted.shape, str(acted.dtype), bounds))
-    for index, each in enumerate(forms):
-        if each != forms[0]:
-            (space, action_space), (other, other_action) = found[0], found[index]
-            raise DataMismatch(
-                f"environments 0 and {index} of worker {worker} have different spaces: {space} and {other}, "
-                f"{action_space} and {other_action}; all environments of a collector need the same spaces"
-            )
 
 
 def to_env(space: gymnasium.Space[Any]) -> Callable[[torch.Tensor], Any]:

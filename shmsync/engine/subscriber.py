@@ -139,11 +139,12 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
     def publisher_alive(self) -> bool:
         """Can new versions still come?
 
-        False once the publisher's process is dead, or has closed the arena; then `lag` does not change any more. A
-        stopped process is alive, and so is one with an unknown state. With follow=True it is about the present arena.
+        False once the publisher's process is dead, or has closed the arena; then `lag` does not change any more. False
+        too when the trainer has left `Workers`. A stopped process is alive, and so is one with an unknown state. With
+        follow=True it is about the present arena.
         """
         self._reader.check_open()
-        return not self._reader.gone
+        return not (self._reader.gone or self._reader.left())
 
     def wait_version(self, version: int, timeout: float | None = None) -> int:
         """Wait until `version` or a later one is published; returns the published one. Applies nothing.
@@ -190,7 +191,10 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
             now = self.session, self.version
             if now != shown:
                 shown, waited = now, False
-                yield self.version
+                last = self._reader.left()
+                yield self.version  # the last one too: the trainer may have waited for its ack before it left
+                if last:  # another thread of the trainer may go on publishing
+                    return
                 continue
             if waited:
                 raise ProtocolError(

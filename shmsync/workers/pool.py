@@ -182,7 +182,8 @@ class Workers:
             known = f"the workers are {sorted(self._members)}" if self._members else "none was started"
             raise ValueError(f"there is no worker {rank!r}, {known}")
         member.reported = True  # before it is ended here: a wait of another thread would take that for a death
-        self._end({rank: member})
+        end({rank: member})
+        self._free_rows(member)
         self._start([rank])
 
     def start(self) -> Workers:
@@ -302,54 +303,48 @@ class Workers:
             for rank, member in late.items():
                 member.read()
                 if member.lost:
-                    raise self._loss(rank, member, before="" if member.attached else " before it was attached")
+                    raise self._loss(rank, member)
         self._poll = watched(self._members)
 
     def _end_all(self, word: str = "", deadline: float = 0.0) -> list[int]:
+        """End the workers, as end() does. Their ends are no deaths to later waits."""
         self._writer.workers.watch = None  # first: from now on their ends are on purpose
         try:
-            return self._end(self._members, word, deadline)
+            return end(self._members, word, deadline)
         finally:
+            for member in self._members.values():
+                self._free_rows(member)
             self._members.clear()
 
-    def _end(self, members: dict[int, Process], word: str = "", deadline: float = 0.0) -> list[int]:
-        """End these workers. Their ends are no deaths to later waits. Returns the late ones."""
-        try:
-            return end(members, word, deadline)
-        finally:
-            for member in members.values():
-                self._free_rows(member)
-
     def _free_rows(self, member: Process) -> None:
-        if not self._writer.closed and member.process.pid is not None:
-            self._writer.workers.free_rows_of(member.process.pid)
+        if not self._writer.closed:
+            self._writer.workers.free_rows_of(member.peer.pid)
 
-    def _loss(self, rank: int, member: Process, version: int = 0, before: str = "") -> WorkerFailed | WorkerDied:
+    def _loss(self, rank: int, member: Process, version: int = 0) -> WorkerFailed | WorkerDied:
         """The error that says how this worker was lost, to be raised once, by its `reported`."""
         member.reported = True
-        how = member.how
-        kind: type[WorkerFailed | WorkerDied] = WorkerDied
+        how, version = member.how, version or self._writer.current[0]
         if member.failure is not None:
-            kind = WorkerFailed
-            words = (
+            failed = WorkerFailed(
                 f"worker {rank} ({how}) raised {member.failure.summary.rstrip('.')}. Its traceback is above. "
-                f"Inside the `with` the others go on, and workers.restart({rank}) starts another one"
+                f"Inside the `with` the others go on, and workers.restart({rank}) starts another one",
+                version=version,
+                missing=[rank],
             )
-        else:
-            self._free_rows(member)  # or the next wait would find them, and raise its death again
-            if before:
-                before += "; its own output may have the reason"
-                if member.process.exitcode == 1:  # it could not import the main file
-                    before += '. A script needs `if __name__ == "__main__":` around its start'
-            words = (
-                f"worker {rank} died ({how}){before}. workers.restart({rank}) starts another one; "
-                "Workers(restart=) does so by itself"
-            )
-        error = kind(words, version=version or self._writer.current[0], missing=[rank])
-        if member.failure is not None:
-            error.__cause__ = member.failure.exception()
-            error.__cause__.__cause__ = RemoteTraceback(member.failure.trace)
-        return error
+            failed.__cause__ = member.failure.exception()
+            failed.__cause__.__cause__ = RemoteTraceback(member.failure.trace)
+            return failed
+        self._free_rows(member)  # or the next wait would find them, and raise its death again
+        words = f"worker {rank} died ({how})"
+        if not member.attached:
+            words += " before it was attached; its own output may have the reason"
+            if member.process.exitcode == 1:  # it could not import the main file
+                words += '. A script needs `if __name__ == "__main__":` around its start'
+        return WorkerDied(
+            f"{words}. workers.restart({rank}) starts another one; Workers(restart=) does so by itself",
+            version=version,
+            missing=[rank],
+        )
 
 
 class WorkerQueue(queues.Queue):

@@ -46,7 +46,6 @@ class Process:
     Attributes:
         attached: it has its weights.
         failure: the first exception that it has reported.
-        received: its messages of other kinds, oldest first.
         over: it is dead, and its messages were all read.
         returned: its function has returned.
         reported: its failure or death was raised, or it was ended on purpose.
@@ -65,8 +64,8 @@ class Process:
             )
         self._who = who
         self._sessions = arenas
+        self._memory_kills = memory_kills()
         self.failure: Failure | None = None
-        self.received: list[tuple[str, Any]] = []
         self.attached = self.over = self.reported = self.returned = False
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
@@ -88,8 +87,6 @@ class Process:
         finally:
             theirs.close()
         self.peer = Peer(process=self.process)
-        self._counter = memory_counter(self.peer.pid)
-        self._memory_kills = memory_kills(self._counter)
 
     @property
     def dead(self) -> bool:
@@ -112,7 +109,7 @@ class Process:
         if self.over:
             self.process.join(EXIT_CODE)
         words = str(self.peer)
-        kills = memory_kills(self._counter) - self._memory_kills
+        kills = memory_kills() - self._memory_kills
         if self.process.exitcode == -9 and kills > 0:
             words += f"; processes of its cgroup killed for lack of memory since its start: {kills}"
         return words
@@ -121,6 +118,9 @@ class Process:
         """Send it a message. Does nothing for a dead process."""
         with suppress(OSError):  # it is gone, which read() finds; or its pipe is closed here
             self.connection.send((word, content))
+
+    def take(self, word: str, content: Any) -> None:
+        """Called for each message of another kind."""
 
     def read(self) -> None:
         """Take what it has sent. A death is logged, and `shmsync list` shows it; a worker says its exception itself."""
@@ -137,7 +137,7 @@ class Process:
                 elif word == RETURNED:
                     self.returned = True
                 else:
-                    self.received.append((word, content))
+                    self.take(word, content)
         except (EOFError, OSError):
             gone = True
         self.over = gone
@@ -232,27 +232,21 @@ def _named() -> Iterator[None]:
         ) from error
 
 
-def memory_counter(pid: int, root: Path = Path("/")) -> Path | None:
-    """The file in which the kernel counts its kills for lack of memory in the cgroup of this process; None: unknown."""
+def memory_kills(root: Path = Path("/")) -> int:
+    """How many processes the kernel has killed for lack of memory in this process's cgroup, which its workers share.
+
+    It counts them, and does not say which. 0 where that cannot be found out.
+    """
     with suppress(OSError):
-        for line in (root / f"proc/{pid}/cgroup").read_text().splitlines():
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
                 continue
-            base = root / "sys/fs/cgroup" / ("memory" if controllers else "")  # of v1, of v2
-            folder = base / path.lstrip("/")
-            if not folder.is_dir():  # in a container the path may be the host's, and its own cgroup is the mounted one
-                folder = base
-            counter = folder / ("memory.oom_control" if controllers else "memory.events")
-            if counter.exists():
-                return counter
-    return None
-
-
-def memory_kills(counter: Path | None) -> int:
-    """What this file counts: how many processes were killed, not which."""
-    try:
-        found = counter and re.search(r"^oom_kill (\d+)$", counter.read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
+            v1 = bool(controllers)
+            base = root / "sys/fs/cgroup" / ("memory" if v1 else "")
+            # In a container the path may be the host's, and its own cgroup is the mounted one.
+            for folder in (base / path.lstrip("/"), base):
+                counter = folder / ("memory.oom_control" if v1 else "memory.events")
+                if counter.exists() and (found := re.search(r"^oom_kill (\d+)$", counter.read_text(), re.MULTILINE)):
+                    return int(found[1])
+    return 0

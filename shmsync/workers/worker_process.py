@@ -6,6 +6,7 @@ A worker of Workers has a Subscriber, whose waits end when the trainer leaves.
 from __future__ import annotations
 
 import ctypes
+import math
 import multiprocessing
 import os
 import random
@@ -13,8 +14,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,10 +37,6 @@ _GRACE = 5.0  # seconds from the trainer's death to the worker's: one that notic
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
-class _Reported(SystemExit):
-    """The trainer has been told what failed; this process ends with exit code 1."""
-
-
 def run(trainer: int, threads: int, seed: int, body: Callable[..., object], packed: Any, control: Connection) -> None:
     """Call `body(closing, control, *args)` in this process, and report what it raises. `trainer`: its owner word.
 
@@ -56,29 +53,29 @@ def run(trainer: int, threads: int, seed: int, body: Callable[..., object], pack
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
-    with _reported(control), ExitStack() as closing, _reported(control):
-        body(closing, control, *packed.load())
+    closing, failed = ExitStack(), False
+    for step in (lambda: body(closing, control, *packed.load()), closing.close):
+        try:
+            step()
+        except BaseException as error:
+            failed = True
+            if dead_parent() is None:
+                _report(error, control)
+    if failed:
+        sys.exit(1)
     with suppress(OSError):  # the trainer is gone
         control.send((RETURNED, None))
 
 
-@contextmanager
-def _reported(control: Connection) -> Iterator[None]:
-    """Print what is raised inside to stderr and send it to the trainer, unless that has died; then end the process."""
-    try:
-        yield
-    except _Reported:
-        raise
-    except BaseException as error:
-        if dead_parent() is None:
-            failure = Failure.of(error)
-            with suppress(OSError, ValueError):  # stderr is closed
-                print(f"{multiprocessing.current_process().name} (pid {os.getpid()}) failed:", file=sys.stderr)
-                print(failure.trace, end="", file=sys.stderr, flush=True)
-            _show(f"failed: {type(error).__name__}")
-            with suppress(OSError):  # the trainer is gone
-                control.send((FAILED, failure))
-        raise _Reported(1) from None
+def _report(error: BaseException, control: Connection) -> None:
+    """Print what was just caught to stderr, and send it to the trainer."""
+    failure = Failure.of(error)
+    with suppress(OSError, ValueError):  # stderr is closed
+        print(f"{multiprocessing.current_process().name} (pid {os.getpid()}) failed:", file=sys.stderr)
+        print(failure.trace, end="", file=sys.stderr, flush=True)
+    _show(f"failed: {type(error).__name__}")
+    with suppress(OSError):  # the trainer is gone
+        control.send((FAILED, failure))
 
 
 def attached(control: Connection) -> None:
@@ -128,49 +125,18 @@ def _end_children_too(control: Connection) -> None:
 def attach_and_work(
     closing: ExitStack, control: Connection, handle: Handle, rank: int, work: Callable[..., object], *args: Any
 ) -> None:
-    """The body of a worker of Workers: the user's function, with a Subscriber."""
-    sub = _WorkerSubscriber(handle, rank, control)
+    """The body of a worker of Workers: the user's function, with a Subscriber. The trainer's end ends its waits."""
+    sub = Subscriber(handle, worker=rank, timeout=math.inf)
     closing.callback(sub.close)
+    reader = reader_of(sub)
+    # The trainer's only message says that it leaves, and stays unread. A dead trainer's pipe shows its end there.
+    reader.left = lambda: control.poll() and not reader.gone
     attached(control)
     try:
         work(sub, *args)
     except ClosedError:
-        if not sub.left:
+        if not reader.left():
             raise
     except SystemExit as error:
         if error.code not in (None, 0):
             raise
-
-
-class _WorkerSubscriber(Subscriber):
-    """A Subscriber whose waits and versions() also end when the trainer leaves Workers."""
-
-    def __init__(self, handle: Handle, worker: int, orders: Connection) -> None:
-        self._orders = orders
-        self._left = False
-        super().__init__(handle, worker=worker, timeout=float("inf"))  # the trainer's end or order ends each wait
-        reader_of(self).look_also = self._check_left
-
-    @property
-    def left(self) -> bool:
-        """Has the trainer left Workers? Its only message says so, and stays unread."""
-        if not self._left:
-            self._left = self._orders.poll() and super().publisher_alive  # a dead trainer's pipe shows its end there
-        return self._left
-
-    @property
-    def publisher_alive(self) -> bool:
-        """As a Subscriber's; False too once the trainer has left Workers. So a loop that never waits can end."""
-        return super().publisher_alive and not self.left
-
-    def versions(self, timeout: float | None = None) -> Iterator[int]:
-        """As a Subscriber's; also ends when the trainer leaves Workers, after the last version before that."""
-        for version in super().versions(timeout):
-            last = self.left
-            yield version  # also when the trainer has left: it may have waited for the ack of this version
-            if last:  # another thread of the trainer may go on publishing
-                return
-
-    def _check_left(self) -> None:
-        if self.left:
-            raise ClosedError(f"the trainer has left the Workers of arena {self.name!r}; let this worker return")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shmsync.collectors import MultiprocessCollector
-from shmsync.collectors.acting import bring, pack
+from shmsync.collectors.policy import bring, pack
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from support.devices.simulated import Simulated, installed
 from support.environments import basic as environments

@@ -57,7 +57,7 @@ def test_frames_that_are_too_old_warn(collector):
     next(batches)
 
     def another_is_there():
-        batches._read(batches._members[0])
+        batches._members[0].read()
         return batches._filled
 
     until(another_is_there)

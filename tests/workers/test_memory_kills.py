@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 import shmsync
-from shmsync.workers.process import memory_counter, memory_kills
+from shmsync.workers import process
 from support.jobs import workers as jobs
 from support.processes import kill
 from support.weights import stamped
@@ -21,17 +23,15 @@ KILLS = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
         ("0::/docker/of-the-host\n", "memory.events"),  # only the container's own cgroup is mounted there
     ],
 )
-def test_a_kill_for_memory_in_its_cgroup_is_named(tmp_path, cgroup, counter):
+def test_a_kill_for_memory_in_its_cgroup_is_named(tmp_path, cgroup, counter, monkeypatch):
     # What the kernel does at the end of memory is a SIGKILL, and one more in its counter.
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(cgroup)
+    file = tmp_path / "sys/fs/cgroup" / counter
+    file.parent.mkdir(parents=True)
+    file.write_text(KILLS.format(3))
+    monkeypatch.setattr(process, "memory_kills", functools.partial(process.memory_kills, tmp_path))
     with shmsync.Publisher(stamped(1), slots=2, timeout=120.0) as pub, shmsync.Workers(pub, jobs.apply, 2) as workers:
-        (tmp_path / "proc/7").mkdir(parents=True)
-        (tmp_path / "proc/7/cgroup").write_text(cgroup)
-        file = tmp_path / "sys/fs/cgroup" / counter
-        file.parent.mkdir(parents=True)
-        file.write_text(KILLS.format(3))
-        for member in workers._members.values():
-            member._counter = memory_counter(7, tmp_path)
-            member._memory_kills = memory_kills(member._counter)
         kill(workers.procs[0].pid)
         with pytest.raises(shmsync.WorkerDied) as caught:
             pub.publish(wait=True)

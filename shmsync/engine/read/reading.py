@@ -92,7 +92,7 @@ class ReadPath(_native.Reader):
         self._release = release
         self._peers = peers
         self.name = name  # the arena's
-        self.look_also: Callable[[], None] | None = None  # raises what else ends the waits
+        self.left: Callable[[], bool] = lambda: False  # has the trainer left the Workers of which this is one?
         self._successor = successor
         self.follows = successor is not None
         self._restarts = 0
@@ -181,8 +181,8 @@ class ReadPath(_native.Reader):
         stay_if_exiting()
         if self.closing_or_closed:
             raise ClosedError(f"this Subscriber of arena {self.name!r} was closed by another thread; attach again")
-        if self.look_also is not None:
-            self.look_also()
+        if self.left():
+            raise ClosedError(f"the trainer has left the Workers of arena {self.name!r}; let this worker return")
 
     def _move_to_successor(self) -> bool:
         """Move to the arena that has taken this one's place, if there is one. Hold the lock, outside of sections."""

@@ -114,12 +114,6 @@ def test_a_reward_may_be_any_one_number(collector):
     assert (batch["next", "reward"] == 1).all() and batch["next", "terminated"].all()
 
 
-def test_environments_of_one_worker_have_the_same_spaces(collector):
-    spaces_left = [BYTES, THREE]
-    with pytest.raises(shmsync.DataMismatch, match="environments 0 and 1 of worker 0"):
-        collector(lambda: Odd(spaces_left.pop()), Constant(), num_workers=1, envs_per_worker=2, frames_per_batch=4)
-
-
 @pytest.mark.parametrize("takes_tensordict", [False, True])
 def test_the_recorded_observation_is_the_one_that_the_policy_got(collector, takes_tensordict):
     batch = next(
