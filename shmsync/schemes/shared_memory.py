@@ -52,8 +52,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         device: where the weights lie: "cpu", as with None, or a device that all workers see, as "cuda:0". A worker's
             module on another device gets a private copy of each version.
         partial: see WeightSyncScheme. The first weights that are sent make the arena; with partial=True the worker's
-            module may have other leaves besides, which stay its own. Leaves that a send lacks keep the values of the
-            newest version.
+            module may have other leaves besides, which stay its own. Leaves that a send lacks keep the values that they
+            have in the arena.
         dtype: see WeightSyncScheme.
         publisher: send through this Publisher, which stays the user's own; its arena is that of the first model.
 
@@ -113,17 +113,6 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             given = None if self._arenas else self._publisher
             self._arenas[model_id] = ModelArenas(model_id, self, given)
         return self._arenas[model_id]
-
-    def place(self, device: torch.device | str) -> None:
-        """Where the workers' modules lie, if the scheme was not told where its weights lie.
-
-        Raises ValueError when it was told something else.
-        """
-        if self.device is not None and named(self.device) != named(device):
-            raise ValueError(
-                f"the scheme has device={self.device!r}, but its workers are on {device!r}; leave one of the two out"
-            )
-        self.device = device
 
     def _register(self, model_id: str, weights: Any) -> None:
         known = self._arenas.get(model_id)
@@ -215,8 +204,6 @@ class SharedMemSender(PipeSender):
     def set_up(self, arguments: Arguments) -> None:
         """Take in the model and the workers; weights that are registered already go to these."""
         pipes = arguments.needed("pipes")
-        if (device := arguments.given("device")) is not None:
-            self._scheme.place(device)
         for index in [index for index in self.links if index >= len(pipes)]:
             del self.links[index]
         super().set_up(arguments)
@@ -224,9 +211,9 @@ class SharedMemSender(PipeSender):
             self.open()
 
     @override
-    def _register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
-        self._scheme._groups.of(worker_idx)  # or raise
-        super()._register_worker(worker_idx, pipe_or_context, process)
+    def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
+        self._scheme._groups.of(check_worker(worker_idx))  # or raise
+        super().register_worker(worker_idx, pipe_or_context, process)
 
     def open(self) -> None:
         """Make the arena of the registered weights, or of those that are known, and tell the workers where it is."""
@@ -234,8 +221,7 @@ class SharedMemSender(PipeSender):
         if source is None:
             source = self._source(None)
             self._refuse_extra_state(source)
-        groups = self._groups(self.links)
-        self.arenas.open(source, groups, self._next_version(self.links, self.version), len(self.links))
+        self.arenas.open(source, self._next_version(self.links, self.version), len(self.links))
         self._show_weights()
         for index, link in self.links.items():
             handle = self.arenas.by_group[self._scheme._groups.of(index)].handle
@@ -347,11 +333,7 @@ class SharedMemSender(PipeSender):
         for index, link in links.items():
             group = group_of(index)
             if group not in made:
-                publisher = self.arenas.by_group.get(group)
-                if publisher is None:
-                    raise ValueError(
-                        f"no weights of {self._model_id!r} were sent to the group of worker {index} yet; send() first"
-                    )
+                publisher = self.arenas.by_group[group]
                 tag = self._model_id, publisher.version
                 made[group] = publisher.handle, tag, messages.announcement(tag)
             handle, tags[index], frame = made[group]
