@@ -32,13 +32,9 @@ class Attachment:
 
     def __init__(self, handle: Handle, scheme: Any, worker: int | None) -> None:
         self.handle = handle
-        self.made_of = handle, scheme.consistency, scheme.timeout, scheme.partial
         self._strategy = WeightStrategy(partial=scheme.partial)
-        self._bound: list[weakref.ref[nn.Module]] = []  # at most one
+        self._bound: weakref.ref[nn.Module] | None = None  # its guard keeps the subscriber
         self.subscriber = Subscriber(handle, consistency=scheme.consistency, worker=worker, timeout=scheme.timeout)
-        # Without a warning: a scheme of this shape has no close(), so collecting it is the normal end.
-        self._closing = weakref.finalize(self, _close_unused, self.subscriber, self._bound)
-        self._closing.atexit = False  # the subscriber ends by itself then
 
     @property
     def version(self) -> int:
@@ -74,10 +70,10 @@ class Attachment:
         if not isinstance(model, nn.Module):
             with self.subscriber.read() as section:
                 self._strategy.apply_weights(model, section.weights)
-        elif not (self._bound and self._bound[0]() is model):
+        elif self._bound is None or self._bound() is not model:
             check = self._check_of(model)
             bind(reader_of(self.subscriber), model, can_be_called(model), check, clones=True)
-            self._bound[:] = [weakref.ref(model)]
+            self._bound = weakref.ref(model)
 
     def close(self) -> None:
         """Leave the arena; a bound module raises ClosedError from now on. Idempotent.
@@ -108,7 +104,7 @@ def attached(inbox: Inbox, message: Message, scheme: Any, worker: int | None = N
         )
     handle, index = inbox.registered[model_id]
     made: Attachment | None = inbox.attachments.get(model_id)
-    if made is None or made.made_of != (handle, scheme.consistency, scheme.timeout, scheme.partial):
+    if made is None or made.handle != handle:
         earlier, made = made, Attachment(handle, scheme, index)
         if earlier is not None:
             earlier.close()  # a module is bound to one arena
@@ -116,8 +112,3 @@ def attached(inbox: Inbox, message: Message, scheme: Any, worker: int | None = N
     if kind != REGISTER:
         made.move_to(content)
     return made
-
-
-def _close_unused(subscriber: Subscriber, bound: list[weakref.ref[nn.Module]]) -> None:
-    if not any(module() is not None for module in bound):  # else its guard keeps the subscriber, and needs it
-        subscriber.close()

@@ -138,27 +138,25 @@ class WeightStrategy:
         given, states = leaves_of(weights)
         targets = _by_path(collect(destination, EVERYTHING, to_write=True))
         unsaved: set[Key] = set()
-        modules: dict[Key, nn.Module] = {}
+        modules: dict[Key, nn.Module] = {}  # by the key of their extra state
         if isinstance(destination, nn.Module):
             unsaved = not_saved(destination)
-            modules = {place.path: place.module for place in walk(destination)}
-            given = {key: leaf for key, leaf in given.items() if key not in of_wrappers(given) or key in targets}
-            spelled = respelled(given, targets)
+            modules = {(*place.path, STATE_KEY): place.module for place in walk(destination)}
+            known = {*targets, *modules}
+            given |= {(*path, STATE_KEY): state for path, state in states.items()}
+            counts = of_wrappers(given) - known
+            given = {key: leaf for key, leaf in given.items() if key not in counts}
+            spelled = respelled(given, known)
             given = {spelled.get(key, key): leaf for key, leaf in given.items()}
-            ends = {(*path, ""): path for path in states}  # a path is all prefix
-            spelled = respelled(ends, [(*path, "") for path in modules])
-            states = {spelled.get(end, end)[:-1]: states[path] for end, path in ends.items()}
-        problems = self._differences(targets, given, unsaved)
-        if modules:
-            problems += [f"unexpected: {'.'.join((*path, STATE_KEY))}" for path in states if path not in modules]
-        if self.partial and targets and not (given or states):
+        problems = self._differences(targets, {key: leaf for key, leaf in given.items() if key not in modules}, unsaved)
+        if self.partial and targets and not given:
             problems.append("missing: they give no leaf at all")
         if problems:
             why = "; ".join(sorted(problems))
             raise ManifestMismatch(f"the weights do not fit where they should go: {why}. Nothing was written")
         return Fit(
-            [(leaf, targets[key]) for key, leaf in given.items()],
-            [(modules[path], state) for path, state in states.items() if path in modules],
+            [(leaf, targets[key]) for key, leaf in given.items() if key in targets],
+            [(modules[key], state) for key, state in given.items() if key in modules],
         )
 
     def _differences(self, targets: Leaves, given: Leaves, unsaved: set[Key]) -> list[str]:
