@@ -273,6 +273,3 @@ class WeightSyncScheme(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_sender": None, "_receiver": None, "_over": False}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from multiprocessing import util
 from typing import Any
 
@@ -18,6 +18,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from ..engine.publisher import Publisher, writer_of
+from ..engine.source.manifest_check import shown_by_others
 from ..engine.source.sources import EVERYTHING, Weights, collect
 from ..engine.write.writer import Writer
 from ..memory.manifest import Key
@@ -223,15 +224,14 @@ class ModelArenas:
         self.by_group, self.newest = {}, None
 
 
-_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)  # in no torch before 2.1
-
-
 def _is_alone(tensor: torch.Tensor) -> bool:
     """Does no other tensor show its memory, in plain memory of the host?"""
-    if _use_count is None or type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device.type != "cpu":
-        return False
-    storage = tensor.untyped_storage()
-    return storage.nbytes() == tensor.nbytes and _use_count(storage._cdata) <= 2  # the tensor, and this object
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+        and not shown_by_others([tensor], [tensor])
+    )
 
 
 def _with_paths(source: Any) -> Any:

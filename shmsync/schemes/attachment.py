@@ -1,4 +1,4 @@
-"""A worker's attachment to the arena of one model."""
+"""A worker's side of shared memory: its attachment to the arena of one model, and the receiver that binds the model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
 from ..engine.bind.binding import ModuleCheck, bindable
 from ..engine.bind.guard import bind
@@ -16,6 +17,7 @@ from ..memory.segment import Handle
 from .devices import lies_elsewhere
 from .links import Inbox
 from .messages import REGISTER, Message
+from .receiver import PipeReceiver
 from .strategy import WeightStrategy
 
 
@@ -112,3 +114,43 @@ def attached(inbox: Inbox, message: Message, scheme: Any, worker: int | None = N
     if kind != REGISTER:
         made.move_to(content)
     return made
+
+
+class SharedMemReceiver(PipeReceiver):
+    """Binds the model to the arena, and moves it to each version that is announced.
+
+    The module is bound at the first receive(). From then on each forward uses the newest version.
+    """
+
+    @override
+    def _start_here(self) -> None:
+        super()._start_here()
+        self._attachment: Attachment | None = None
+
+    @property
+    @override
+    def version(self) -> int:
+        """The version of the calling thread's last forward or receive(), whichever came last; else the applied one.
+
+        Each forward uses the newest, so it may move on between two calls of receive().
+        """
+        return self._attachment.version if self._attachment else 0
+
+    @override
+    def _use(self, message: Message) -> None:
+        self._attachment = attached(self._inbox, message, self._scheme, self._worker_idx)
+        self._attachment.bind(self._resolve_model_ref())
+
+    @override
+    def _use_news(self) -> None:
+        if self._attachment is not None:
+            reader_of(self._attachment.subscriber).use_applied_version()
+
+    @override
+    def close(self) -> None:
+        """Leave the arena; a bound model raises ClosedError when it is called from now on."""
+        if self._attachment is not None:
+            self._attachment.close()
+            if self._inbox.attachments.get(self._model_id) is self._attachment:
+                del self._inbox.attachments[self._model_id]
+            self._attachment = None

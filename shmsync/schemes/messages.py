@@ -14,7 +14,6 @@ program: they are kept, and nothing is guessed about them.
 from __future__ import annotations
 
 import functools
-import io
 import pickle
 import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -64,15 +63,12 @@ class Tagged(tuple[Any, ...]):
 # itself, so that nothing fails before it can answer.
 
 
-class _Unpickler(pickle.Unpickler):
+class Unpickler(pickle.Unpickler):
+    """Of messages for a receiver or a sender of ours."""
+
     def find_class(self, module: str, name: str) -> Any:
         """As pickle's, but for read_by_recv()."""
         return super().find_class(module, name.removesuffix(".read_by_recv"))
-
-
-def loads(payload: bytes) -> Any:
-    """Unpickle a message for a receiver or a sender of ours."""
-    return _Unpickler(io.BytesIO(payload)).load()
 
 
 class Registered:

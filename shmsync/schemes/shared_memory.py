@@ -20,19 +20,17 @@ from typing_extensions import override
 from ..engine.deadlines import check_worker, deadline_after, timeout_or_default
 from ..engine.publisher import Publisher, writer_of
 from ..engine.source.dtypes import Dtypes
-from ..engine.subscriber import Consistency, reader_of
+from ..engine.subscriber import Consistency
 from ..errors import ManifestMismatch
 from ..memory.devices import named
-from ..memory.segment import Handle
 from . import messages
 from .api import WeightSyncScheme
 from .arenas import ALL, Groups, ModelArenas
-from .attachment import Attachment, attached
+from .attachment import SharedMemReceiver, attached
 from .context import Arguments
 from .links import Inbox, Link
 from .messages import Message, Tag
 from .pipe_transport import PipeTransport
-from .receiver import PipeReceiver
 from .sender import PipeSender, Posted
 from .strategy import Form, leaves_of
 
@@ -175,7 +173,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         return {name: value for name, value in state.items() if name not in here}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        self.__dict__.update(state)
         self._start(None)
 
 
@@ -223,10 +221,8 @@ class SharedMemSender(PipeSender):
             self._refuse_extra_state(source)
         self.arenas.open(source, self._next_version(self.links, self.version), len(self.links))
         self._show_weights()
-        for index, link in self.links.items():
-            handle = self.arenas.by_group[self._scheme._groups.of(index)].handle
-            if link.registered.get(self._model_id) != handle:
-                self._tell(index, link, handle)
+        for publisher, links in self._by_arena(self.links):
+            self._tell(publisher, links)
 
     def _groups(self, links: Mapping[int, Link]) -> list[int]:
         """The groups of these workers; without workers the arena of all is written."""
@@ -326,21 +322,15 @@ class SharedMemSender(PipeSender):
 
     @override
     def _announce(self, links: Mapping[int, Link], *, again: bool = False) -> Posted:
-        version = self.version
         tags: dict[int, Tag] = {}
-        made: dict[int, tuple[Handle, Tag, bytes]] = {}  # by group
-        group_of = self._scheme._groups.of
-        for index, link in links.items():
-            group = group_of(index)
-            if group not in made:
-                publisher = self.arenas.by_group[group]
-                tag = self._model_id, publisher.version
-                made[group] = publisher.handle, tag, messages.announcement(tag)
-            handle, tags[index], frame = made[group]
-            if again or link.registered.get(self._model_id) != handle:
-                self._tell(index, link, handle)
-            link.post(frame, tags[index])
-        return Posted(version, links, tags)
+        for publisher, members in self._by_arena(links):
+            tag = self._model_id, publisher.version
+            frame = messages.announcement(tag)
+            self._tell(publisher, members, again=again)
+            for index, link in members.items():
+                link.post(frame, tag)
+                tags[index] = tag
+        return Posted(self.version, links, tags)
 
     @override
     def _gather(self, posted: Posted, deadline: float) -> None:
@@ -352,10 +342,19 @@ class SharedMemSender(PipeSender):
             if outcome.failed and not arenas.in_use and arenas.give_up():
                 self._scheme.policy_weights.pop(self._model_id, None)
 
-    def _tell(self, index: int, link: Link, handle: Handle) -> None:
-        """Tell a worker where the arena is."""
-        link.post(messages.registration(self._model_id, handle, index), (self._model_id, 0))
-        link.registered[self._model_id] = handle
+    def _by_arena(self, links: Mapping[int, Link]) -> Iterator[tuple[Publisher, Mapping[int, Link]]]:
+        """Each arena, with those of these workers that read it."""
+        groups = self._scheme._groups
+        for group, publisher in self.arenas.by_group.items():
+            yield publisher, links if groups.one else {i: each for i, each in links.items() if groups.of(i) == group}
+
+    def _tell(self, publisher: Publisher, links: Mapping[int, Link], *, again: bool = False) -> None:
+        """Tell workers where their arena is, if they do not know, or `again`."""
+        handle = publisher.handle
+        for index, link in links.items():
+            if again or link.registered.get(self._model_id) != handle:
+                link.post(messages.registration(self._model_id, handle, index), (self._model_id, 0))
+                link.registered[self._model_id] = handle
 
 
 class SharedMemTransport(PipeTransport):
@@ -424,45 +423,3 @@ class SharedMemTransport(PipeTransport):
                 self._inbox.attachments.clear()
             if self._owns:
                 stack.callback(self._scheme.shutdown)
-
-
-class SharedMemReceiver(PipeReceiver):
-    """Binds the model to the arena, and moves it to each version that is announced.
-
-    The module is bound at the first receive(). From then on each forward uses the newest version.
-    """
-
-    _scheme: SharedMemWeightSyncScheme
-
-    @override
-    def _start_here(self) -> None:
-        super()._start_here()
-        self._attachment: Attachment | None = None
-
-    @property
-    @override
-    def version(self) -> int:
-        """The version of the calling thread's last forward or receive(), whichever came last; else the applied one.
-
-        Each forward uses the newest, so it may move on between two calls of receive().
-        """
-        return self._attachment.version if self._attachment else 0
-
-    @override
-    def _use(self, message: Message) -> None:
-        self._attachment = attached(self._inbox, message, self._scheme, self._worker_idx)
-        self._attachment.bind(self._resolve_model_ref())
-
-    @override
-    def _use_news(self) -> None:
-        if self._attachment is not None:
-            reader_of(self._attachment.subscriber).use_applied_version()
-
-    @override
-    def close(self) -> None:
-        """Leave the arena; a bound model raises ClosedError when it is called from now on."""
-        if self._attachment is not None:
-            self._attachment.close()
-            if self._inbox.attachments.get(self._model_id) is self._attachment:
-                del self._inbox.attachments[self._model_id]
-            self._attachment = None

@@ -54,10 +54,6 @@ class WeightStrategy:
         check_dtypes(dtype)
         self.extract_as, self.partial, self.dtype = extract_as, partial, dtype
 
-    def __repr__(self) -> str:
-        options = ", partial=True" * self.partial + (f", dtype={self.dtype!r}" if self.dtype is not None else "")
-        return f"WeightStrategy({self.extract_as!r}{options})"
-
     @run_plainly
     def extract_weights(self, source: Any) -> Any:
         """The weights of a module, a TensorDict or a dict, in the configured form.
