@@ -21,9 +21,10 @@ from ..engine.publisher import Publisher, writer_of
 from ..engine.source.manifest_check import shown_by_others
 from ..engine.source.sources import EVERYTHING, Weights, collect
 from ..engine.write.writer import Writer
+from ..errors import ManifestMismatch
 from ..memory.manifest import Key
 from ..memory.torch_modes import run_plainly
-from .strategy import Fit, WeightStrategy, has_dotted_keys, leaves_of, write
+from .strategy import WeightStrategy, has_dotted_keys, leaves_of, write
 
 ALL = 0  # the group of every worker, where no groups= were given; else the first one
 
@@ -112,9 +113,18 @@ class ModelArenas:
         return self._given is not None
 
     def open(self, source: Weights, version: int, readers: int) -> None:
-        """Make the arenas of this source, if there are none. Raises as Publisher() does, with nothing made."""
+        """Make the arenas of this source, if there are none.
+
+        Raises as Publisher() does, and ManifestMismatch for extra state, which is no tensor; then nothing is made.
+        """
         if self.by_group:
             return
+        if not isinstance(source, TensorDictBase) and (states := leaves_of(source)[1]):
+            whose = ", ".join(".".join(path) if path else "the model itself" for path in states)
+            raise ManifestMismatch(
+                f"{self._model_id!r} has extra state (get_extra_state() of {whose}), which shared memory does not "
+                "carry; nothing was sent. Keep it in buffers, or use MultiProcessWeightSyncScheme"
+            )
         content = _with_paths(source)
         try:
             for _ in self._scheme.groups or [()]:
@@ -187,7 +197,7 @@ class ModelArenas:
         """Write the newest version into those leaves of the registered TensorDict that lie outside the arena."""
         if self._outside and (newest := self.newest) is not None:
             views = newest.arena.views(newest.current[1])
-            write(Fit([(views[key], tensor) for key, tensor in self._outside.items()], []))
+            write([(views[key], tensor) for key, tensor in self._outside.items()])
 
     @run_plainly
     def _move(self, weights: TensorDictBase) -> dict[Key, torch.Tensor]:

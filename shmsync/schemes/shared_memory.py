@@ -7,21 +7,18 @@ answers when it uses that version (links.py). A worker is told of the arena befo
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import nn
 from typing_extensions import override
 
 from ..engine.deadlines import check_worker, deadline_after, timeout_or_default
 from ..engine.publisher import Publisher, writer_of
 from ..engine.source.dtypes import Dtypes
 from ..engine.subscriber import Consistency
-from ..errors import ManifestMismatch
 from ..memory.devices import named
 from . import messages
 from .api import WeightSyncScheme
@@ -32,7 +29,7 @@ from .links import Inbox, Link
 from .messages import Message, Tag
 from .pipe_transport import PipeTransport
 from .sender import PipeSender, Posted
-from .strategy import Form, leaves_of
+from .strategy import Form
 
 
 class SharedMemWeightSyncScheme(WeightSyncScheme):
@@ -186,7 +183,6 @@ class SharedMemSender(PipeSender):
     def _start_here(self) -> None:
         super()._start_here()
         self._use_links(self._scheme._links)
-        self._without_state: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that have no extra state
 
     @cached_property
     def arenas(self) -> ModelArenas:
@@ -218,7 +214,6 @@ class SharedMemSender(PipeSender):
         source = self.arenas.registered
         if source is None:
             source = self._source(None)
-            self._refuse_extra_state(source)
         self.arenas.open(source, self._next_version(self.links, self.version), len(self.links))
         self._show_weights()
         for publisher, links in self._by_arena(self.links):
@@ -291,8 +286,6 @@ class SharedMemSender(PipeSender):
                 f"{self._model_id!r} is not registered, only {known} are; call register_shared_weights(), or use "
                 "auto_register=True"
             )
-        if source is not None:
-            self._refuse_extra_state(source)
         version = self._next_version(links, before)
         arenas.publish(source, self._groups(links), version, len(self.links), deadline)
         self._show_weights()
@@ -303,22 +296,6 @@ class SharedMemSender(PipeSender):
         one_place = self._scheme.slots == 1 and len(arenas.by_group) == 1 and self._model_id in shown
         if arenas.registered is None and not one_place and (newest := arenas.newest) is not None:
             shown[self._model_id] = newest.arena.weights(newest.current[1], writable=True)
-
-    def _refuse_extra_state(self, source: Any) -> None:
-        """Raise ManifestMismatch for weights with extra state, which is no tensor; a module is looked at once."""
-        if isinstance(source, TensorDictBase) or (isinstance(source, nn.Module) and source in self._without_state):
-            return
-        if isinstance(source, Mapping) and self.version:  # the engine refuses a key that the arena does not have
-            return
-        _, states = leaves_of(source)
-        if states:
-            whose = ", ".join(".".join(path) if path else "the model itself" for path in states)
-            raise ManifestMismatch(
-                f"{self._model_id!r} has extra state (get_extra_state() of {whose}), which shared memory does not "
-                "carry; nothing was sent. Keep it in buffers, or use MultiProcessWeightSyncScheme"
-            )
-        if isinstance(source, nn.Module):
-            self._without_state.add(source)
 
     @override
     def _announce(self, links: Mapping[int, Link], *, again: bool = False) -> Posted:

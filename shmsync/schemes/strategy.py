@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -23,15 +23,9 @@ from ..memory.torch_modes import counts_changes, run_plainly
 
 Form = Literal["tensordict", "state_dict"]
 Leaves = dict[Key, Any]
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # from, to
 _FORMS = ("tensordict", "state_dict")
 STATE_KEY = "_extra_state"  # under which a state_dict() has what get_extra_state() returned
-
-
-class Fit(NamedTuple):
-    """Checked weights: each source has a target of its shape and dtype, and each extra state a module."""
-
-    pairs: list[tuple[torch.Tensor, torch.Tensor]]
-    states: list[tuple[nn.Module, Any]]
 
 
 class WeightStrategy:
@@ -116,11 +110,14 @@ class WeightStrategy:
                 written. ValueError: the destination, or the weights, are of another type.
         """
         if weights is not None:
-            write(self.check_weights(destination, weights))
+            write(*self.check_weights(destination, weights))
 
     @run_plainly
-    def check_weights(self, destination: Any, weights: Any) -> Fit:
-        """Raise as apply_weights() does for the same destination and weights, and write nothing."""
+    def check_weights(self, destination: Any, weights: Any) -> tuple[Pairs, list[tuple[nn.Module, Any]]]:
+        """What apply_weights() writes: sources with their targets, and modules with their extra state.
+
+        Raises as apply_weights() does for the same destination and weights, and writes nothing.
+        """
         if not isinstance(weights, (TensorDictBase, Mapping)):
             raise ValueError(
                 f"weights to apply are a TensorDict or a dict, not a {type(weights).__name__}; extract_weights() makes "
@@ -150,7 +147,7 @@ class WeightStrategy:
         if problems:
             why = "; ".join(sorted(problems))
             raise ManifestMismatch(f"the weights do not fit where they should go: {why}. Nothing was written")
-        return Fit(
+        return (
             [(leaf, targets[key]) for key, leaf in given.items() if key in targets],
             [(modules[key], state) for key, state in given.items() if key in modules],
         )
@@ -194,20 +191,20 @@ class WeightStrategy:
 
 
 @run_plainly
-def write(fit: Fit) -> None:
-    """Copy checked weights; those in plain memory go in one native call.
+def write(pairs: Pairs, states: Iterable[tuple[nn.Module, Any]] = ()) -> None:
+    """Copy checked weights, of each pair the first into the second; those in plain memory go in one native call.
 
     Raises ManifestMismatch, with nothing written, for targets in an arena, as a bound module has them.
     """
     readonly = readonly_ranges()
-    if readonly and any(lies_in(target, readonly) for _, target in fit.pairs):
+    if readonly and any(lies_in(target, readonly) for _, target in pairs):
         raise ManifestMismatch(
             "the destination lies in an arena, which is read-only here, as a bound module does; nothing was written. "
             "Publish in the trainer, or apply the weights to a module of your own"
         )
     rows: list[tuple[int, int, int]] = []
     written: list[torch.Tensor] = []
-    for source, target in fit.pairs:
+    for source, target in pairs:
         if source.dtype == target.dtype and _is_plain(source) and _is_plain(target):
             rows.append((target.data_ptr(), source.data_ptr(), source.nbytes))
             written.append(target)
@@ -216,7 +213,7 @@ def write(fit: Fit) -> None:
     if rows:
         _native.copy(rows)
         torch.autograd.graph.increment_version(written)  # as copy_() does, for autograd's checks
-    for module, state in fit.states:
+    for module, state in states:
         module.set_extra_state(state)
 
 
