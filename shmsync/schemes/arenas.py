@@ -108,9 +108,9 @@ class ModelArenas:
         return 0 if self.newest is None else self.newest.current[0]
 
     @property
-    def has_source(self) -> bool:
-        """Can it publish without weights: what a Publisher of the user's own was made of?"""
-        return self._given is not None
+    def source(self) -> Weights | None:
+        """What is published when no other weights are known: the registered, or those of the user's own Publisher."""
+        return self.registered if self._given is None else writer_of(self._given).source
 
     def open(self, source: Weights, version: int, readers: int) -> None:
         """Make the arenas of this source, if there are none.
@@ -160,12 +160,8 @@ class ModelArenas:
         # Weights may lack buffers that are never saved.
         self._optional = {leaf.key for leaf in self.newest.arena.manifest.leaves if not leaf.saved}
 
-    def publish(
-        self, source: Weights | None, groups: Sequence[int], version: int, readers: int, deadline: float
-    ) -> None:
-        """Make `source` the newest version for these groups.
-
-        `source`: None is what a Publisher of the user's own was made of. `version`: at least this number.
+    def publish(self, source: Weights, groups: Sequence[int], version: int, readers: int, deadline: float) -> None:
+        """Make `source` the newest version for these groups. `version`: at least this number.
 
         Raises as Publisher() and Publisher.publish() do, before anything is written, for weights that do not fit.
         """
@@ -173,7 +169,6 @@ class ModelArenas:
             return
         if not self.by_group:
             first = source if self.registered is None else self.registered
-            assert first is not None, "a Publisher of the user's own is there from the start"
             self.open(first, version, readers)
             if first is source:
                 return

@@ -254,17 +254,9 @@ class SharedMemSender(PipeSender):
 
     @override
     def find_source(self, weights: Any) -> Any:
-        """As WeightSender.find_source(); without other weights the registered ones."""
+        """As WeightSender.find_source(); without other weights the registered ones, or the Publisher's own."""
         found = super().find_source(weights)
-        return self.arenas.registered if found is None else found
-
-    @override
-    def connect(self, weights: Any) -> None:
-        """Send the first weights; those of a Publisher of the user's own are there already."""
-        if weights is None and self.find_source(None) is None and self.version:
-            self.resend()
-        else:
-            super().connect(weights)
+        return self.arenas.source if found is None else found
 
     @override
     def _source(self, weights: Any) -> Any:
@@ -272,9 +264,7 @@ class SharedMemSender(PipeSender):
         if self._scheme._prepares:
             return super()._source(weights)
         found = self.find_source(weights)
-        if found is None and not self.arenas.has_source:
-            return super()._source(None)  # raises
-        return found
+        return super()._source(None) if found is None else found  # or raise
 
     @override
     def _write(self, source: Any, links: Mapping[int, Link], deadline: float) -> None:
