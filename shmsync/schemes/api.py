@@ -29,11 +29,6 @@ _BACKENDS = {
 }
 
 
-_OF_TORCHRL = (
-    "initialized_on_receiver", "initialized_on_sender", "synchronized_on_receiver", "synchronized_on_sender",
-)  # fmt: skip
-
-
 @runtime_checkable
 class TransportBackend(Protocol):
     """How weights get to one worker.
@@ -250,7 +245,7 @@ class WeightSyncScheme(ABC):
     def __getattr__(self, name: str) -> Any:
         # Only what is not there comes here. TorchRL's collectors ask their schemes for these first.
         kind = type(self).__name__
-        if name in _OF_TORCHRL:
+        if name.startswith(("initialized_on_", "synchronized_on_")):
             raise AttributeError(
                 f"{kind} has no {name}, which TorchRL's collectors need of their schemes: it is a scheme for workers "
                 f"of your own. {self._for_torchrl}"
@@ -273,6 +268,3 @@ class WeightSyncScheme(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_sender": None, "_receiver": None, "_over": False}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from multiprocessing import util
 from typing import Any
 
@@ -18,14 +18,15 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from ..engine.publisher import Publisher, writer_of
-from ..engine.source.dtypes import dtypes_of
+from ..engine.source.manifest_check import shown_by_others
 from ..engine.source.sources import EVERYTHING, Weights, collect
 from ..engine.write.writer import Writer
+from ..errors import ManifestMismatch
 from ..memory.manifest import Key
 from ..memory.torch_modes import run_plainly
-from .strategy import Fit, WeightStrategy, has_dotted_keys, leaves_of, write
+from .strategy import WeightStrategy, has_dotted_keys, leaves_of, write
 
-ALL = 0  # the group of every worker, where no groups= were given
+ALL = 0  # the group of every worker, where no groups= were given; else the first one
 
 
 class Groups:
@@ -71,8 +72,8 @@ class Groups:
 class ModelArenas:
     """The arenas of one model, by group. The groups share version numbers, and skip what a send to others used.
 
-    With `partial` the first weights say which leaves the arenas have; later ones may lack any of them. A group whose
-    arena is made later begins with what the others have.
+    The first weights make all of them. With `partial` they also say which leaves the arenas have; later weights may
+    lack any of these.
 
     Args:
         model_id: for errors.
@@ -82,6 +83,7 @@ class ModelArenas:
 
     Attributes:
         registered: a TensorDict of the user's own: the first version, and it shows each later one.
+        newest: the writer of the arena that has the newest version; None when there is no arena yet.
         in_use: has a worker applied a version, or may one that is late?
     """
 
@@ -90,10 +92,11 @@ class ModelArenas:
         self._scheme = weakref.proxy(scheme)
         self._given = given
         self.registered: TensorDictBase | None = None
+        self.newest: Writer | None = None
         self.in_use = False
-        self.by_group: dict[int, Publisher] = {} if given is None else {ALL: given}
-        # Leaves that weights may lack: buffers that are never saved.
-        self._optional: set[Key] = set() if given is None else _never_saved(given)
+        self.by_group: dict[int, Publisher] = {}
+        if given is not None:
+            self._take({ALL: given})
         self._outside: dict[Key, torch.Tensor] | None = None  # leaves of the registered that did not move
         # Without a warning: a scheme of this shape has no close(), so collecting it is the normal end.
         self._owned: list[Publisher] = []
@@ -102,46 +105,41 @@ class ModelArenas:
     @property
     def version(self) -> int:
         """The newest version; 0 when there is no arena yet."""
-        return max((publisher.version for publisher in self.by_group.values()), default=0)
+        return 0 if self.newest is None else self.newest.current[0]
 
     @property
-    def has_source(self) -> bool:
-        """Can it publish without weights: what a Publisher of the user's own was made of?"""
-        return self._given is not None
+    def source(self) -> Weights | None:
+        """What is published when no other weights are known: the registered, or those of the user's own Publisher."""
+        return self.registered if self._given is None else writer_of(self._given).source
 
-    @property
-    def newest(self) -> Writer | None:
-        """The writer of the arena that has the newest version, if there is one."""
-        if not self.by_group:
-            return None
-        return writer_of(max(self.by_group.values(), key=lambda publisher: publisher.version))
+    def open(self, source: Weights, version: int, readers: int) -> None:
+        """Make the arenas of this source, if there are none.
 
-    def open(self, source: Weights, groups: Sequence[int], version: int, readers: int) -> None:
-        """Make the arenas that these groups lack, of this source. Raises as Publisher() does, with nothing made."""
-        if self._given is not None:
+        Raises as Publisher() does, and ManifestMismatch for extra state, which is no tensor; then nothing is made.
+        """
+        if self.by_group:
             return
+        if not isinstance(source, TensorDictBase) and (states := leaves_of(source)[1]):
+            whose = ", ".join(".".join(path) if path else "the model itself" for path in states)
+            raise ManifestMismatch(
+                f"{self._model_id!r} has extra state (get_extra_state() of {whose}), which shared memory does not "
+                "carry; nothing was sent. Keep it in buffers, or use MultiProcessWeightSyncScheme"
+            )
         content = _with_paths(source)
-        known = self.newest
-        fresh: dict[int, Publisher] = {}
         try:
-            for group in groups:
-                if group not in self.by_group:
-                    fresh[group] = self._make(content, known, version, readers)
+            for _ in self._scheme.groups or [()]:
+                self._owned.append(self._make(content, version, readers))
         except BaseException:
-            _close_all(list(fresh.values()))
+            _close_all(self._owned)
             raise
-        self._owned += fresh.values()
-        self.by_group.update(fresh)
-        self._optional = _never_saved(next(iter(self.by_group.values())))
-        if source is self.registered and self._outside is None:
+        self._take(dict(enumerate(self._owned)))
+        if source is self.registered:
             self._outside = self._move(self.registered)
 
-    def _make(self, source: Weights, known: Writer | None, version: int, readers: int) -> Publisher:
+    def _make(self, source: Weights, version: int, readers: int) -> Publisher:
         scheme = self._scheme
         dtype = scheme.dtype
-        if known is not None:  # all arenas of a model cast the same
-            dtype = dtypes_of(known.arena.manifest)
-        elif scheme.partial:
+        if scheme.partial:
             dtype = WeightStrategy(dtype=dtype, partial=True).usable_dtype(leaves_of(source)[0])
         publisher = Publisher(
             source,
@@ -156,57 +154,50 @@ class ModelArenas:
         writer_of(publisher).forget_source()  # each send has its own
         return publisher
 
-    def publish(
-        self, source: Weights | None, groups: Sequence[int], version: int, readers: int, deadline: float
-    ) -> None:
-        """Make `source` the newest version for these groups: in arenas that are there, and in new ones.
+    def _take(self, publishers: dict[int, Publisher]) -> None:
+        self.by_group = publishers
+        self.newest = writer_of(publishers[ALL])
+        # Weights may lack buffers that are never saved.
+        self._optional = {leaf.key for leaf in self.newest.arena.manifest.leaves if not leaf.saved}
 
-        `source`: None is what a Publisher of the user's own was made of. `version`: at least this number.
+    def publish(self, source: Weights, groups: Sequence[int], version: int, readers: int, deadline: float) -> None:
+        """Make `source` the newest version for these groups. `version`: at least this number.
 
         Raises as Publisher() and Publisher.publish() do, before anything is written, for weights that do not fit.
         """
-        if self.registered is not None and not self.by_group:
-            self.open(self.registered, groups, version, readers)
-            if source is self.registered:
+        if not groups:
+            return
+        if not self.by_group:
+            first = source if self.registered is None else self.registered
+            self.open(first, version, readers)
+            if first is source:
                 return
             version += 1
         content = _with_paths(source)
-        there = [writer_of(self.by_group[group]) for group in groups if group in self.by_group]
+        writers = [writer_of(self.by_group[group]) for group in groups]
         optional = None if self._scheme.partial else self._optional
-        if len(there) > 1:
-            for writer in there:
+        if len(writers) > 1:
+            for writer in writers:
                 writer.check_weights(content, deadline, optional)
-        if len(there) < len(groups):
-            assert source is not None, "a Publisher of the user's own has one group"
-            self.open(self._completed(source), groups, version, readers)
-        for writer in there:
+        for writer in writers:
             later = version if version > writer.next_version else None
             writer.publish(content, deadline, version=later, optional=optional)
             writer.settle(deadline)  # others are told of this version
+            self.newest = writer
         if source is not self.registered and self._outside:
             self.show()
-
-    def _completed(self, source: Weights) -> Weights:
-        """What a new group's arena begins with: where sends are partial, with what the others have."""
-        newest = self.newest
-        if newest is None or not self._scheme.partial:
-            return source
-        there = newest.arena.weights(newest.current[1])
-        whole, part = (collect(each, EVERYTHING) for each in (there, _with_paths(source)))
-        return {".".join(key): tensor for key, tensor in {**whole, **part}.items()}
 
     @run_plainly
     def show(self) -> None:
         """Write the newest version into those leaves of the registered TensorDict that lie outside the arena."""
         if self._outside and (newest := self.newest) is not None:
             views = newest.arena.views(newest.current[1])
-            write(Fit([(views[key], tensor) for key, tensor in self._outside.items()], []))
+            write([(views[key], tensor) for key, tensor in self._outside.items()])
 
     @run_plainly
     def _move(self, weights: TensorDictBase) -> dict[Key, torch.Tensor]:
         """Make the leaves of a TensorDict the arena's own memory; those that stay outside, by key."""
-        (publisher, *_) = self.by_group.values()
-        arena = writer_of(publisher).arena
+        arena = writer_of(self.by_group[ALL]).arena
         found = collect(weights, EVERYTHING, arena.manifest, to_write=True)
         outside = {key: leaf for key, leaf in found.items() if key in arena.manifest.by_key}
         if self._scheme.groups is not None or arena.slots > 1 or arena.on_device is not None:
@@ -235,22 +226,17 @@ class ModelArenas:
     def close(self) -> None:
         """End every arena that was made here. Idempotent. Raises WriterBusy for one that another thread writes."""
         _close_all(self._owned)
-        self.by_group.clear()
-
-
-_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)  # in no torch before 2.1
+        self.by_group, self.newest = {}, None
 
 
 def _is_alone(tensor: torch.Tensor) -> bool:
     """Does no other tensor show its memory, in plain memory of the host?"""
-    if _use_count is None or type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device.type != "cpu":
-        return False
-    storage = tensor.untyped_storage()
-    return storage.nbytes() == tensor.nbytes and _use_count(storage._cdata) <= 2  # the tensor, and this object
-
-
-def _never_saved(publisher: Publisher) -> set[Key]:
-    return {leaf.key for leaf in writer_of(publisher).arena.manifest.leaves if not leaf.saved}
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+        and not shown_by_others([tensor], [tensor])
+    )
 
 
 def _with_paths(source: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A worker's attachment to the arena of one model."""
+"""A worker's side of shared memory: its attachment to the arena of one model, and the receiver that binds the model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
 from ..engine.bind.binding import ModuleCheck, bindable
 from ..engine.bind.guard import bind
@@ -16,6 +17,7 @@ from ..memory.segment import Handle
 from .devices import lies_elsewhere
 from .links import Inbox
 from .messages import REGISTER, Message
+from .receiver import PipeReceiver
 from .strategy import WeightStrategy
 
 
@@ -32,13 +34,9 @@ class Attachment:
 
     def __init__(self, handle: Handle, scheme: Any, worker: int | None) -> None:
         self.handle = handle
-        self.made_of = handle, scheme.consistency, scheme.timeout, scheme.partial
         self._strategy = WeightStrategy(partial=scheme.partial)
-        self._bound: list[weakref.ref[nn.Module]] = []  # at most one
+        self._bound: weakref.ref[nn.Module] | None = None  # its guard keeps the subscriber
         self.subscriber = Subscriber(handle, consistency=scheme.consistency, worker=worker, timeout=scheme.timeout)
-        # Without a warning: a scheme of this shape has no close(), so collecting it is the normal end.
-        self._closing = weakref.finalize(self, _close_unused, self.subscriber, self._bound)
-        self._closing.atexit = False  # the subscriber ends by itself then
 
     @property
     def version(self) -> int:
@@ -74,10 +72,10 @@ class Attachment:
         if not isinstance(model, nn.Module):
             with self.subscriber.read() as section:
                 self._strategy.apply_weights(model, section.weights)
-        elif not (self._bound and self._bound[0]() is model):
+        elif self._bound is None or self._bound() is not model:
             check = self._check_of(model)
             bind(reader_of(self.subscriber), model, can_be_called(model), check, clones=True)
-            self._bound[:] = [weakref.ref(model)]
+            self._bound = weakref.ref(model)
 
     def close(self) -> None:
         """Leave the arena; a bound module raises ClosedError from now on. Idempotent.
@@ -108,7 +106,7 @@ def attached(inbox: Inbox, message: Message, scheme: Any, worker: int | None = N
         )
     handle, index = inbox.registered[model_id]
     made: Attachment | None = inbox.attachments.get(model_id)
-    if made is None or made.made_of != (handle, scheme.consistency, scheme.timeout, scheme.partial):
+    if made is None or made.handle != handle:
         earlier, made = made, Attachment(handle, scheme, index)
         if earlier is not None:
             earlier.close()  # a module is bound to one arena
@@ -118,6 +116,41 @@ def attached(inbox: Inbox, message: Message, scheme: Any, worker: int | None = N
     return made
 
 
-def _close_unused(subscriber: Subscriber, bound: list[weakref.ref[nn.Module]]) -> None:
-    if not any(module() is not None for module in bound):  # else its guard keeps the subscriber, and needs it
-        subscriber.close()
+class SharedMemReceiver(PipeReceiver):
+    """Binds the model to the arena, and moves it to each version that is announced.
+
+    The module is bound at the first receive(). From then on each forward uses the newest version.
+    """
+
+    @override
+    def _start_here(self) -> None:
+        super()._start_here()
+        self._attachment: Attachment | None = None
+
+    @property
+    @override
+    def version(self) -> int:
+        """The version of the calling thread's last forward or receive(), whichever came last; else the applied one.
+
+        Each forward uses the newest, so it may move on between two calls of receive().
+        """
+        return self._attachment.version if self._attachment else 0
+
+    @override
+    def _use(self, message: Message) -> None:
+        self._attachment = attached(self._inbox, message, self._scheme, self._worker_idx)
+        self._attachment.bind(self._resolve_model_ref())
+
+    @override
+    def _use_news(self) -> None:
+        if self._attachment is not None:
+            reader_of(self._attachment.subscriber).use_applied_version()
+
+    @override
+    def close(self) -> None:
+        """Leave the arena; a bound model raises ClosedError when it is called from now on."""
+        if self._attachment is not None:
+            self._attachment.close()
+            if self._inbox.attachments.get(self._model_id) is self._attachment:
+                del self._inbox.attachments[self._model_id]
+            self._attachment = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from ..engine.deadlines import whole
+from ..engine.deadlines import check_worker, whole
 from ..errors import ProtocolError
 
 SENDER_KEYWORDS = frozenset({
@@ -169,13 +169,11 @@ def chosen_workers(worker_ids: int | Sequence[int] | None, known: Sequence[int])
     """The indices that a send is for: all, one or several. Raises ValueError for an unknown one."""
     if worker_ids is None:
         return list(known)
-    one = isinstance(worker_ids, Integral) or not hasattr(worker_ids, "__iter__")  # an IntFlag has __iter__ too
-    chosen: list[Any] = [worker_ids] if one else list(worker_ids)  # type: ignore[arg-type]
-    for index in chosen:
-        if isinstance(index, bool) or not isinstance(index, Integral):
-            raise ValueError(
-                f"worker_ids are indices such as 0 or [0, 1], not {index!r}; the registered ones are {known}"
-            )
+    chosen: Any = (
+        worker_ids if isinstance(worker_ids, Iterable) and not isinstance(worker_ids, Integral) else [worker_ids]
+    )
+    found = {check_worker(index) for index in chosen}
+    for index in found:
         if index not in known:
             raise ValueError(f"worker {index} is not registered; the registered ones are {known}")
-    return sorted({int(index) for index in chosen})
+    return sorted(found)

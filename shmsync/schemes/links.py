@@ -12,6 +12,7 @@ from __future__ import annotations
 import select
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
@@ -38,6 +39,7 @@ class Link(Pipe):
         unanswered: the tags of messages in the order in which they were sent; False: no send waits any more.
         results: the answers that a send has still to take: the word, or what went wrong.
         highest: by model: the newest version that any sender sent over this pipe.
+        peer: the process at the other end, once it is known.
         registered: by model: the arena that the worker was told of last.
         reported: WorkerDied has named it, so that sends leave it out.
         owner: the owner word of its process, once an answer has named it.
@@ -74,16 +76,15 @@ class Link(Pipe):
         self.registered: dict[str, Any] = {}
         self.reported = self.answered = False
         self.owner = 0
-        self._peer: Peer | None = None
+        self.peer: Peer | None = None
+        self.find_peer()
 
-    @property
-    def peer(self) -> Peer | None:
-        """The process at the other end, once it is known."""
-        if self._peer is None and self._process is not None:
+    def find_peer(self) -> None:
+        """Know the process at the other end, if it is there now."""
+        if self.peer is None and self._process is not None:
             process = self._process() if callable(self._process) else self._process
             if process is not None and process.pid is not None:
-                self._peer = Peer(process=process)
-        return self._peer
+                self.peer = Peer(process=process)
 
     @property
     @override
@@ -97,20 +98,29 @@ class Link(Pipe):
         return "this end of its pipe is closed" if self.closed else self.ended
 
     def post(self, frame: bytes, tag: Tag) -> None:
-        """Send a message that will be answered with this tag; newer weights of the model may take its place."""
+        """Send a message that will be answered with this tag, as far as the pipe takes it; pump() sends the rest.
+
+        Weights take the place of earlier ones of the model that have not begun to leave. Nothing happens when this end
+        is closed: the wait finds it dead.
+        """
         model_id, version = tag
         with self.lock:
+            if self.closed:
+                return
             if self.unanswered:
                 self.pump()  # what has come before cannot be an answer to it
             if version > self.highest.get(model_id, 0):
                 self.highest[model_id] = version
             self.results.pop(tag, None)  # of a send that an exception has ended
             self.unanswered[tag] = True
-            try:
-                for replaced in self.send(frame, tag if version else None):
-                    self.unanswered.pop(replaced, None)
-            except OSError:  # this end is closed: the wait finds it dead
-                pass
+            if version and self.unsent:
+                for each in list(self.unsent):
+                    _, done, other = each
+                    if other is not None and other[0] == model_id and not done:
+                        self.unsent.remove(each)
+                        self.unanswered.pop(other, None)
+            self.unsent.append((frame, 0, tag if version else None))
+            self.flush()
 
     def forget(self, tag: Tag) -> None:
         """Wait no more for this answer; it is dropped when it comes."""
@@ -119,15 +129,18 @@ class Link(Pipe):
             if tag in self.unanswered:
                 self.unanswered[tag] = False
 
-    def pump(self, until: Tag | None = None) -> None:
-        """Take in what the worker has sent, and write what its pipe takes now. `until`: no more after this answer."""
+    def pump(self, until: Tag | None = None) -> Failure | str | None:
+        """Take in what the worker has sent, and write what its pipe takes now.
+
+        `until`: no more after this answer, which is returned, and waited for no more.
+        """
         with self.lock:
-            if self.closed:
-                return
-            if self.unsent:
-                self.flush()
-            while (until is None or until not in self.results) and (found := self.receive()) is not None:
-                self._sort(found[0])
+            if not self.closed:
+                if self.unsent:
+                    self.flush()
+                while (until is None or until not in self.results) and (found := self.receive()) is not None:
+                    self._sort(found[0])
+            return None if until is None else self.results.pop(until, None)
 
     @override
     def take_pending(self) -> list[Any]:
@@ -144,7 +157,8 @@ class Link(Pipe):
         if owner and owner != self.owner:
             self.owner = owner
             if self.peer is None:
-                self._peer = Peer(owner=owner)
+            if self.peer is None:
+                self.peer = Peer(owner=owner)
         tag = tag or self._oldest(word)
         if tag is None or (tag not in self.unanswered and tag[1] > self.highest.get(tag[0], 0)):
             self.pending.append(message)  # it answers nothing that was sent
@@ -174,14 +188,15 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Tag], deadline: float, 
 
     def watch(index: int, link: Link) -> bool:
         """Wake up for this worker; False: its pipe has ended, from which no event comes."""
-        peer, over = link.peer, link.ended
-        if not over:
+        if link.peer is None:
+            link.find_peer()
+        if link.peer is not None and link.peer.fd is not None and link.peer.fd not in watched:
+            watched[link.peer.fd] = index
+            poller.register(link.peer.fd, select.POLLIN)
+        if not link.ended:
             watched[link.fd] = index
             poller.register(link.fd, select.POLLIN | (select.POLLOUT if link.unsent else 0))
-        if peer is not None and peer.fd is not None and peer.fd not in watched:
-            watched[peer.fd] = index
-            poller.register(peer.fd, select.POLLIN)
-        return not over
+        return not link.ended
 
     # Another thread may have read an answer already.
     ready = {i: True for i, link in links.items() if not watch(i, link) or tags[i] in link.results}
@@ -190,8 +205,7 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Tag], deadline: float, 
             for index, may_be_dead in ready.items():
                 link, tag = waiting[index], tags[index]
                 gone = may_be_dead and link.dead  # before the last look: what it sent, it sent before it died
-                link.pump(tag)
-                result = link.results.pop(tag, None)
+                result = link.pump(tag)
                 if result == word:
                     outcome.done.append(index)
                 elif isinstance(result, Failure):
@@ -250,12 +264,14 @@ class Inbox(Pipe):
         All that are there, or as many as `most`, and then nothing beyond them is read: the worker's own loop may read
         what follows. Raises WriterDied when the sender is gone and nothing wanted is left.
         """
-        if self.unsent:
-            self.flush()  # an answer that the pipe had no room for
         readable = bool(self._left)
         while True:
             if readable:
                 with self.lock:
+                    if self.closed:
+                        raise OSError("this end of the pipe is closed")
+                    if self.unsent:
+                        self.flush()  # an answer that the pipe had no room for
                     if found := self._sorted(wanted, most):
                         return found
                     if self.ended:
@@ -271,20 +287,18 @@ class Inbox(Pipe):
 
     def _sorted(self, wanted: Callable[[Message], bool], most: int | None) -> list[Message]:
         """The wanted ones of those that were left and of those that have come."""
-        if self.closed:
-            raise OSError("this end of the pipe is closed")
-        waiting, passed = self._left, 0  # a Ctrl-C may come between any two lines: what was read stays in it
         found: list[Message] = []
+        left, self._left = deque(self._left), []
         while len(found) != most:
-            if passed == len(waiting):
-                if (came := self.receive()) is None:
-                    break
-                if (message := messages.read_message(came[0])) is None:
-                    self.pending.append(came[0])
-                    continue
-                waiting.append(message)
-            if wanted(waiting[passed]):
-                found.append(waiting[passed])
-            passed += 1
-        self._left = [each for each in waiting if not any(each is one for one in found)]
+            if left:
+                message = left.popleft()
+            elif (came := self.receive()) is None:
+                break
+            elif (read := messages.read_message(came[0])) is None:
+                self.pending.append(came[0])
+                continue
+            else:
+                message = read
+            (found if wanted(message) else self._left).append(message)
+        self._left += left
         return found

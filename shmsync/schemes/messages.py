@@ -14,10 +14,8 @@ program: they are kept, and nothing is guessed about them.
 from __future__ import annotations
 
 import functools
-import io
 import pickle
 import struct
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..engine.outcome import Failure
@@ -61,50 +59,34 @@ class Tagged(tuple[Any, ...]):
         return Tagged, (tuple(self), self.tag, self.owner)
 
 
-# What pickles as a call that gives the weights, as a plain recv() needs them. An end of ours gets the object instead,
-# so that nothing fails before it can answer.
-
-_kept: dict[tuple[str, str], Any] = {}  # by (module, name) of the function
+# An object that pickles as a call of its read_by_recv() gives weights to a plain recv(). An end of ours gets the object
+# itself, so that nothing fails before it can answer.
 
 
-def kept_for(function: Callable[..., Any]) -> Callable[[type], type]:
-    """Let ends of ours get the class, called with the function's arguments, where others call the function."""
+class Unpickler(pickle.Unpickler):
+    """Of messages for a receiver or a sender of ours."""
 
-    def keep(cls: type) -> type:
-        _kept[function.__module__, function.__name__] = cls
-        return cls
-
-    return keep
-
-
-class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """As pickle's, but for what is kept."""
-        return _kept.get((module, name)) or super().find_class(module, name)
+        """As pickle's, but for read_by_recv()."""
+        return super().find_class(module, name.removesuffix(".read_by_recv"))
 
 
-def loads(payload: bytes) -> Any:
-    """Unpickle a message for a receiver or a sender of ours."""
-    return _Unpickler(io.BytesIO(payload)).load()
-
-
-def registered(handle: Handle, worker: int) -> TensorDictBase:
-    """What a plain recv() makes of a registration: the live TensorDict of the arena."""
-    weights: Any = live_weights(handle)
-    weights.worker = worker
-    found: TensorDictBase = weights
-    return found
-
-
-@kept_for(registered)
 class Registered:
     """An arena, and the worker's index there. A receiver attaches by itself, as that worker."""
 
     def __init__(self, handle: Handle, worker: int) -> None:
         self.handle, self.worker = handle, worker
 
+    @staticmethod
+    def read_by_recv(handle: Handle, worker: int) -> TensorDictBase:
+        """The live TensorDict of the arena."""
+        weights: Any = live_weights(handle)
+        weights.worker = worker
+        found: TensorDictBase = weights
+        return found
+
     def __reduce__(self) -> Any:
-        return registered, (self.handle, self.worker)
+        return Registered.read_by_recv, (self.handle, self.worker)
 
 
 def registration(model_id: str, handle: Handle, worker: int) -> bytes:

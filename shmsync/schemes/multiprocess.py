@@ -29,7 +29,7 @@ from ..memory.torch_modes import run_plainly
 from . import messages
 from .api import WeightSyncScheme
 from .links import Link
-from .messages import Message, Tag, Tagged, framed, kept_for
+from .messages import Message, Tag, Tagged, framed
 from .pipe_transport import PipeTransport
 from .receiver import PipeReceiver
 from .sender import PipeSender, Posted
@@ -165,12 +165,6 @@ class WeightsMessage:
         return framed(_pickled(Tagged(((self.tag[0], weights), messages.UPDATE), self.tag, me().owner)))
 
 
-def opened(head: bytes, place: MemfdAt, spans: list[tuple[int, int]]) -> Any:
-    """What a plain recv() makes of weights that lie in a sealed memfd. Raises as Apart.read()."""
-    return Apart(head, place, spans).read()
-
-
-@kept_for(opened)
 class Apart:
     """Weights that lie in a sealed memfd of another process."""
 
@@ -182,8 +176,13 @@ class Apart:
         head, place, spans = self._content
         return pickle.loads(head, buffers=pieces_at(place, spans))
 
+    @staticmethod
+    def read_by_recv(*content: Any) -> Any:
+        """The weights. Raises as read()."""
+        return Apart(*content).read()
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return opened, self._content
+        return Apart.read_by_recv, self._content
 
 
 @run_plainly

@@ -65,8 +65,6 @@ class NoTransport:
 class NoSender(WeightSender):
     """Leaves the workers' weights, and so its version, as they are."""
 
-    _takes_process = True
-
     @override
     def _source(self, weights: Any) -> Any:
         return weights

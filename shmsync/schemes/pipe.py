@@ -7,6 +7,7 @@ message is read: so either side may be a plain Connection, between two messages.
 
 from __future__ import annotations
 
+import io
 import logging
 import select
 import socket
@@ -24,7 +25,7 @@ from typing_extensions import Self
 
 from ..engine.deadlines import SLICE
 from ..memory.process import poll, refusals
-from .messages import Tag, loads
+from .messages import Tag, Unpickler
 
 _log = logging.getLogger("shmsync")
 _AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
@@ -44,7 +45,8 @@ class Pipe:
     A sender's end is a Link, a receiver's an Inbox (links.py). Several models, and so several threads, may share it.
 
     Attributes:
-        unsent: what flush() has to write, oldest first: the rest of a frame, has it begun to leave?, its tag.
+        unsent: what flush() has to write, oldest first: a frame, how many bytes of it are sent, and its tag if it has
+            weights.
         pending: messages that are not about weights, oldest first.
         ended: how the other side has ended, as far as it was noticed; "" if it has not.
     """
@@ -57,12 +59,10 @@ class Pipe:
             if not stat.S_ISSOCK(fstat(self.fd).st_mode):
                 raise ValueError("weights are sent and answered over one pipe: use multiprocessing.Pipe(duplex=True)")
             self._socket = _Borrowed(fileno=self.fd)
-            if self._socket.gettimeout() is not None:  # socket.setdefaulttimeout() would change the user's pipe
-                self._socket.settimeout(None)
         self._connection = weakref.ref(connection)
         self._incoming = bytearray()  # of the message that comes, its header first and then the message itself
         self._size, self._in_header = 4, True  # bytes that it will have
-        self.unsent: deque[tuple[memoryview, bool, Tag | None]] = deque()
+        self.unsent: deque[tuple[bytes, int, Tag | None]] = deque()
         self.pending: deque[Any] = deque()
         self.ended = ""
         self.lock = threading.RLock()
@@ -98,42 +98,32 @@ class Pipe:
         """Is this end closed, or the other one, as far as it was noticed?"""
         return bool(self.ended) or self.closed
 
-    def send(self, frame: bytes, tag: Tag | None = None) -> list[Tag]:
-        """Write a framed message as far as the pipe takes it; flush() writes the rest.
-
-        With a tag it has weights. They take the place of those of the model that have not begun to leave, whose tags
-        are returned. Raises OSError if this end is closed.
-        """
-        with self.lock:
-            replaced: list[Tag] = []
-            if tag is not None and self.unsent:
-                for each in list(self.unsent):
-                    _, has_begun, other = each
-                    if other is not None and other[0] == tag[0] and not has_begun:
-                        self.unsent.remove(each)
-                        replaced.append(other)
-            self.unsent.append((memoryview(frame), False, tag))
-            self.flush()
-            return replaced
-
-    def flush(self) -> None:
-        """Write what the pipe takes now. Nothing is left for an other side that is gone: the next read says so."""
+    def send(self, frame: bytes) -> None:
+        """Write a framed message as far as the pipe takes it; flush() writes the rest. Raises OSError when closed."""
         with self.lock:
             if self.closed:
                 raise OSError("this end of the pipe is closed")
-            while self.unsent:
-                rest, _, tag = self.unsent[0]
-                try:
-                    sent = self._socket.send(rest, _AT_ONCE)
-                except ConnectionError:
-                    self.unsent.clear()
-                except OSError:  # the pipe is full, or the system has no memory for it now
-                    return
+            self.unsent.append((frame, 0, None))
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what the pipe takes now. For a caller that has the lock, and knows this end to be open.
+
+        Nothing is left for an other side that is gone: the next read says so.
+        """
+        while self.unsent:
+            frame, done, tag = self.unsent[0]
+            try:
+                done += self._socket.send(memoryview(frame)[done:], _AT_ONCE)
+            except ConnectionError:
+                self.unsent.clear()
+            except OSError:  # the pipe is full, or the system has no memory for it now
+                return
+            else:
+                if done < len(frame):
+                    self.unsent[0] = frame, done, tag
                 else:
-                    if sent < rest.nbytes:
-                        self.unsent[0] = rest[sent:], True, tag
-                    else:
-                        self.unsent.popleft()
+                    self.unsent.popleft()
 
     def receive(self) -> tuple[Any] | None:
         """The next message, in a tuple of one, and no byte beyond it; None while no whole one is there.
@@ -167,7 +157,7 @@ class Pipe:
             payload = bytes(came)  # which is unpickled where it lies, as a bytearray is not
             del came
             try:
-                return (loads(payload),)
+                return (Unpickler(io.BytesIO(payload)).load(),)
             except Exception as error:
                 _log.warning("a message of %d bytes cannot be unpickled, and is kept: %s", len(payload), error)
             self.pending.append(payload)
@@ -178,8 +168,6 @@ class Pipe:
         poller = select.poll()  # one for each thread
         poller.register(self.fd, select.POLLIN | (select.POLLOUT if self.unsent else 0))
         poll(poller, milliseconds(deadline))
-        if self.unsent:
-            self.flush()
 
     def take_pending(self) -> list[Any]:
         """The messages that are not about weights, oldest first; each is given once."""

@@ -23,8 +23,6 @@ class WeightReceiver:
 
     Args:
         scheme: the WeightSyncScheme that makes it.
-
-    A pickled receiver keeps its configuration, without context, model and transport.
     """
 
     def __init__(self, scheme: Any) -> None:
@@ -119,8 +117,7 @@ class WeightReceiver:
             timeout: seconds to wait for the first message; 0 only looks, None is the scheme's or the transport's own.
 
         Returns:
-            Were there new weights? None ever come to a receiver that was copied or unpickled, which has no way to its
-            sender.
+            Were there new weights? None ever come to a receiver before init_on_worker().
 
         Raises:
             ValueError: no model is registered, or the context that had it is gone.
@@ -157,14 +154,6 @@ class WeightReceiver:
 
     def close(self) -> None:
         """Give back what the receiver holds. Idempotent; it also happens when the process ends."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        names = ("_scheme", "_strategy", "_model_id", "_worker_idx")
-        return {name: getattr(self, name) for name in names}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._start_here()
 
 
 class PipeReceiver(WeightReceiver):

@@ -85,7 +85,6 @@ class WeightSender:
 
     default_timeout = math.inf  # of a call without timeout=: the transports' own time-outs count
     _unpickled = False
-    _takes_process = False  # can it see the death of a worker's process?
 
     def __init__(self, scheme: Any) -> None:
         self._scheme = scheme
@@ -145,15 +144,9 @@ class WeightSender:
             process: over pipes the worker's Process, so that its death is seen at once; else it is known from its first
                 answer, and before that only the end of its pipe tells. Other schemes notice deaths by themselves.
 
-        Raises ValueError for another index, TypeError for a process that cannot be watched.
+        Raises ValueError for another index.
         """
-        worker_idx = check_worker(worker_idx)
-        if process is not None and not self._takes_process:
-            raise TypeError(f"a {type(self).__name__} cannot watch process={process!r}; leave it out")
-        self._register_worker(worker_idx, pipe_or_context, process)
-
-    def _register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
-        self._transports[worker_idx] = self._scheme.create_transport(pipe_or_context)
+        self._transports[check_worker(worker_idx)] = self._scheme.create_transport(pipe_or_context)
 
     def _set_context(self, context: Any, model_id: str) -> None:
         """Look for the model here when send() gets none. Held weakly."""
@@ -174,7 +167,7 @@ class WeightSender:
         pipes: Sequence[Any] | None = arguments.get("pipes")
         arguments.check_count(pipes, "pipes", "num_workers")
         for index, pipe in enumerate(pipes or ()):
-            self.register_worker(index, pipe, arguments.process_of(index) if self._takes_process else None)
+            self.register_worker(index, pipe, arguments.process_of(index))
 
     # ---- a send
 
@@ -343,8 +336,6 @@ def _call(posted: Posted, index: int, function: Any, *args: Any) -> None:
 class PipeSender(WeightSender):
     """Sends one model to workers at the other ends of pipes: a message to each, then one wait."""
 
-    _takes_process = True
-
     @property
     def default_timeout(self) -> float:  # type: ignore[override]
         """Of a call without timeout=, in seconds: the scheme's."""
@@ -361,7 +352,8 @@ class PipeSender(WeightSender):
         self.links = self._transports = links
 
     @override
-    def _register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
+    def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
+        worker_idx = check_worker(worker_idx)
         pipe = getattr(pipe_or_context, "pipe", pipe_or_context)
         self.links[worker_idx] = Link.of(pipe, process)
         self._pipes[worker_idx] = pipe

@@ -7,34 +7,29 @@ answers when it uses that version (links.py). A worker is told of the arena befo
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import nn
 from typing_extensions import override
 
 from ..engine.deadlines import check_worker, deadline_after, timeout_or_default
 from ..engine.publisher import Publisher, writer_of
 from ..engine.source.dtypes import Dtypes
-from ..engine.subscriber import Consistency, reader_of
-from ..errors import ManifestMismatch
+from ..engine.subscriber import Consistency
 from ..memory.devices import named
-from ..memory.segment import Handle
 from . import messages
 from .api import WeightSyncScheme
 from .arenas import ALL, Groups, ModelArenas
-from .attachment import Attachment, attached
+from .attachment import SharedMemReceiver, attached
 from .context import Arguments
 from .links import Inbox, Link
 from .messages import Message, Tag
 from .pipe_transport import PipeTransport
-from .receiver import PipeReceiver
 from .sender import PipeSender, Posted
-from .strategy import Form, leaves_of
+from .strategy import Form
 
 
 class SharedMemWeightSyncScheme(WeightSyncScheme):
@@ -52,8 +47,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         device: where the weights lie: "cpu", as with None, or a device that all workers see, as "cuda:0". A worker's
             module on another device gets a private copy of each version.
         partial: see WeightSyncScheme. The first weights that are sent make the arena; with partial=True the worker's
-            module may have other leaves besides, which stay its own. Leaves that a send lacks keep the values of the
-            newest version.
+            module may have other leaves besides, which stay its own. Leaves that a send lacks keep the values that they
+            have in the arena.
         dtype: see WeightSyncScheme.
         publisher: send through this Publisher, which stays the user's own; its arena is that of the first model.
 
@@ -113,17 +108,6 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             given = None if self._arenas else self._publisher
             self._arenas[model_id] = ModelArenas(model_id, self, given)
         return self._arenas[model_id]
-
-    def place(self, device: torch.device | str) -> None:
-        """Where the workers' modules lie, if the scheme was not told where its weights lie.
-
-        Raises ValueError when it was told something else.
-        """
-        if self.device is not None and named(self.device) != named(device):
-            raise ValueError(
-                f"the scheme has device={self.device!r}, but its workers are on {device!r}; leave one of the two out"
-            )
-        self.device = device
 
     def _register(self, model_id: str, weights: Any) -> None:
         known = self._arenas.get(model_id)
@@ -186,7 +170,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         return {name: value for name, value in state.items() if name not in here}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        self.__dict__.update(state)
         self._start(None)
 
 
@@ -199,7 +183,6 @@ class SharedMemSender(PipeSender):
     def _start_here(self) -> None:
         super()._start_here()
         self._use_links(self._scheme._links)
-        self._without_state: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that have no extra state
 
     @cached_property
     def arenas(self) -> ModelArenas:
@@ -215,8 +198,6 @@ class SharedMemSender(PipeSender):
     def set_up(self, arguments: Arguments) -> None:
         """Take in the model and the workers; weights that are registered already go to these."""
         pipes = arguments.needed("pipes")
-        if (device := arguments.given("device")) is not None:
-            self._scheme.place(device)
         for index in [index for index in self.links if index >= len(pipes)]:
             del self.links[index]
         super().set_up(arguments)
@@ -224,23 +205,19 @@ class SharedMemSender(PipeSender):
             self.open()
 
     @override
-    def _register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
-        self._scheme._groups.of(worker_idx)  # or raise
-        super()._register_worker(worker_idx, pipe_or_context, process)
+    def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
+        self._scheme._groups.of(check_worker(worker_idx))  # or raise
+        super().register_worker(worker_idx, pipe_or_context, process)
 
     def open(self) -> None:
         """Make the arena of the registered weights, or of those that are known, and tell the workers where it is."""
         source = self.arenas.registered
         if source is None:
             source = self._source(None)
-            self._refuse_extra_state(source)
-        groups = self._groups(self.links)
-        self.arenas.open(source, groups, self._next_version(self.links, self.version), len(self.links))
+        self.arenas.open(source, self._next_version(self.links, self.version), len(self.links))
         self._show_weights()
-        for index, link in self.links.items():
-            handle = self.arenas.by_group[self._scheme._groups.of(index)].handle
-            if link.registered.get(self._model_id) != handle:
-                self._tell(index, link, handle)
+        for publisher, links in self._by_arena(self.links):
+            self._tell(publisher, links)
 
     def _groups(self, links: Mapping[int, Link]) -> list[int]:
         """The groups of these workers; without workers the arena of all is written."""
@@ -277,17 +254,9 @@ class SharedMemSender(PipeSender):
 
     @override
     def find_source(self, weights: Any) -> Any:
-        """As WeightSender.find_source(); without other weights the registered ones."""
+        """As WeightSender.find_source(); without other weights the registered ones, or the Publisher's own."""
         found = super().find_source(weights)
-        return self.arenas.registered if found is None else found
-
-    @override
-    def connect(self, weights: Any) -> None:
-        """Send the first weights; those of a Publisher of the user's own are there already."""
-        if weights is None and self.find_source(None) is None and self.version:
-            self.resend()
-        else:
-            super().connect(weights)
+        return self.arenas.source if found is None else found
 
     @override
     def _source(self, weights: Any) -> Any:
@@ -295,9 +264,7 @@ class SharedMemSender(PipeSender):
         if self._scheme._prepares:
             return super()._source(weights)
         found = self.find_source(weights)
-        if found is None and not self.arenas.has_source:
-            return super()._source(None)  # raises
-        return found
+        return super()._source(None) if found is None else found  # or raise
 
     @override
     def _write(self, source: Any, links: Mapping[int, Link], deadline: float) -> None:
@@ -309,8 +276,6 @@ class SharedMemSender(PipeSender):
                 f"{self._model_id!r} is not registered, only {known} are; call register_shared_weights(), or use "
                 "auto_register=True"
             )
-        if source is not None:
-            self._refuse_extra_state(source)
         version = self._next_version(links, before)
         arenas.publish(source, self._groups(links), version, len(self.links), deadline)
         self._show_weights()
@@ -322,43 +287,17 @@ class SharedMemSender(PipeSender):
         if arenas.registered is None and not one_place and (newest := arenas.newest) is not None:
             shown[self._model_id] = newest.arena.weights(newest.current[1], writable=True)
 
-    def _refuse_extra_state(self, source: Any) -> None:
-        """Raise ManifestMismatch for weights with extra state, which is no tensor; a module is looked at once."""
-        if isinstance(source, TensorDictBase) or (isinstance(source, nn.Module) and source in self._without_state):
-            return
-        if isinstance(source, Mapping) and self.version:  # the engine refuses a key that the arena does not have
-            return
-        _, states = leaves_of(source)
-        if states:
-            whose = ", ".join(".".join(path) if path else "the model itself" for path in states)
-            raise ManifestMismatch(
-                f"{self._model_id!r} has extra state (get_extra_state() of {whose}), which shared memory does not "
-                "carry; nothing was sent. Keep it in buffers, or use MultiProcessWeightSyncScheme"
-            )
-        if isinstance(source, nn.Module):
-            self._without_state.add(source)
-
     @override
     def _announce(self, links: Mapping[int, Link], *, again: bool = False) -> Posted:
-        version = self.version
         tags: dict[int, Tag] = {}
-        made: dict[int, tuple[Handle, Tag, bytes]] = {}  # by group
-        group_of = self._scheme._groups.of
-        for index, link in links.items():
-            group = group_of(index)
-            if group not in made:
-                publisher = self.arenas.by_group.get(group)
-                if publisher is None:
-                    raise ValueError(
-                        f"no weights of {self._model_id!r} were sent to the group of worker {index} yet; send() first"
-                    )
-                tag = self._model_id, publisher.version
-                made[group] = publisher.handle, tag, messages.announcement(tag)
-            handle, tags[index], frame = made[group]
-            if again or link.registered.get(self._model_id) != handle:
-                self._tell(index, link, handle)
-            link.post(frame, tags[index])
-        return Posted(version, links, tags)
+        for publisher, members in self._by_arena(links):
+            tag = self._model_id, publisher.version
+            frame = messages.announcement(tag)
+            self._tell(publisher, members, again=again)
+            for index, link in members.items():
+                link.post(frame, tag)
+                tags[index] = tag
+        return Posted(self.version, links, tags)
 
     @override
     def _gather(self, posted: Posted, deadline: float) -> None:
@@ -370,10 +309,19 @@ class SharedMemSender(PipeSender):
             if outcome.failed and not arenas.in_use and arenas.give_up():
                 self._scheme.policy_weights.pop(self._model_id, None)
 
-    def _tell(self, index: int, link: Link, handle: Handle) -> None:
-        """Tell a worker where the arena is."""
-        link.post(messages.registration(self._model_id, handle, index), (self._model_id, 0))
-        link.registered[self._model_id] = handle
+    def _by_arena(self, links: Mapping[int, Link]) -> Iterator[tuple[Publisher, Mapping[int, Link]]]:
+        """Each arena, with those of these workers that read it."""
+        groups = self._scheme._groups
+        for group, publisher in self.arenas.by_group.items():
+            yield publisher, links if groups.one else {i: each for i, each in links.items() if groups.of(i) == group}
+
+    def _tell(self, publisher: Publisher, links: Mapping[int, Link], *, again: bool = False) -> None:
+        """Tell workers where their arena is, if they do not know, or `again`."""
+        handle = publisher.handle
+        for index, link in links.items():
+            if again or link.registered.get(self._model_id) != handle:
+                link.post(messages.registration(self._model_id, handle, index), (self._model_id, 0))
+                link.registered[self._model_id] = handle
 
 
 class SharedMemTransport(PipeTransport):
@@ -442,45 +390,3 @@ class SharedMemTransport(PipeTransport):
                 self._inbox.attachments.clear()
             if self._owns:
                 stack.callback(self._scheme.shutdown)
-
-
-class SharedMemReceiver(PipeReceiver):
-    """Binds the model to the arena, and moves it to each version that is announced.
-
-    The module is bound at the first receive(). From then on each forward uses the newest version.
-    """
-
-    _scheme: SharedMemWeightSyncScheme
-
-    @override
-    def _start_here(self) -> None:
-        super()._start_here()
-        self._attachment: Attachment | None = None
-
-    @property
-    @override
-    def version(self) -> int:
-        """The version of the calling thread's last forward or receive(), whichever came last; else the applied one.
-
-        Each forward uses the newest, so it may move on between two calls of receive().
-        """
-        return self._attachment.version if self._attachment else 0
-
-    @override
-    def _use(self, message: Message) -> None:
-        self._attachment = attached(self._inbox, message, self._scheme, self._worker_idx)
-        self._attachment.bind(self._resolve_model_ref())
-
-    @override
-    def _use_news(self) -> None:
-        if self._attachment is not None:
-            reader_of(self._attachment.subscriber).use_applied_version()
-
-    @override
-    def close(self) -> None:
-        """Leave the arena; a bound model raises ClosedError when it is called from now on."""
-        if self._attachment is not None:
-            self._attachment.close()
-            if self._inbox.attachments.get(self._model_id) is self._attachment:
-                del self._inbox.attachments[self._model_id]
-            self._attachment = None

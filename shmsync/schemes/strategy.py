@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -23,15 +23,9 @@ from ..memory.torch_modes import counts_changes, run_plainly
 
 Form = Literal["tensordict", "state_dict"]
 Leaves = dict[Key, Any]
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # from, to
 _FORMS = ("tensordict", "state_dict")
 STATE_KEY = "_extra_state"  # under which a state_dict() has what get_extra_state() returned
-
-
-class Fit(NamedTuple):
-    """Checked weights: each source has a target of its shape and dtype, and each extra state a module."""
-
-    pairs: list[tuple[torch.Tensor, torch.Tensor]]
-    states: list[tuple[nn.Module, Any]]
 
 
 class WeightStrategy:
@@ -53,10 +47,6 @@ class WeightStrategy:
             raise TypeError(f"partial is True or False, not {partial!r}")
         check_dtypes(dtype)
         self.extract_as, self.partial, self.dtype = extract_as, partial, dtype
-
-    def __repr__(self) -> str:
-        options = ", partial=True" * self.partial + (f", dtype={self.dtype!r}" if self.dtype is not None else "")
-        return f"WeightStrategy({self.extract_as!r}{options})"
 
     @run_plainly
     def extract_weights(self, source: Any) -> Any:
@@ -120,11 +110,14 @@ class WeightStrategy:
                 written. ValueError: the destination, or the weights, are of another type.
         """
         if weights is not None:
-            write(self.check_weights(destination, weights))
+            write(*self.check_weights(destination, weights))
 
     @run_plainly
-    def check_weights(self, destination: Any, weights: Any) -> Fit:
-        """Raise as apply_weights() does for the same destination and weights, and write nothing."""
+    def check_weights(self, destination: Any, weights: Any) -> tuple[Pairs, list[tuple[nn.Module, Any]]]:
+        """What apply_weights() writes: sources with their targets, and modules with their extra state.
+
+        Raises as apply_weights() does for the same destination and weights, and writes nothing.
+        """
         if not isinstance(weights, (TensorDictBase, Mapping)):
             raise ValueError(
                 f"weights to apply are a TensorDict or a dict, not a {type(weights).__name__}; extract_weights() makes "
@@ -138,27 +131,25 @@ class WeightStrategy:
         given, states = leaves_of(weights)
         targets = _by_path(collect(destination, EVERYTHING, to_write=True))
         unsaved: set[Key] = set()
-        modules: dict[Key, nn.Module] = {}
+        modules: dict[Key, nn.Module] = {}  # by the key of their extra state
         if isinstance(destination, nn.Module):
             unsaved = not_saved(destination)
-            modules = {place.path: place.module for place in walk(destination)}
-            given = {key: leaf for key, leaf in given.items() if key not in of_wrappers(given) or key in targets}
-            spelled = respelled(given, targets)
+            modules = {(*place.path, STATE_KEY): place.module for place in walk(destination)}
+            known = {*targets, *modules}
+            given |= {(*path, STATE_KEY): state for path, state in states.items()}
+            counts = of_wrappers(given) - known
+            given = {key: leaf for key, leaf in given.items() if key not in counts}
+            spelled = respelled(given, known)
             given = {spelled.get(key, key): leaf for key, leaf in given.items()}
-            ends = {(*path, ""): path for path in states}  # a path is all prefix
-            spelled = respelled(ends, [(*path, "") for path in modules])
-            states = {spelled.get(end, end)[:-1]: states[path] for end, path in ends.items()}
-        problems = self._differences(targets, given, unsaved)
-        if modules:
-            problems += [f"unexpected: {'.'.join((*path, STATE_KEY))}" for path in states if path not in modules]
-        if self.partial and targets and not (given or states):
+        problems = self._differences(targets, {key: leaf for key, leaf in given.items() if key not in modules}, unsaved)
+        if self.partial and targets and not given:
             problems.append("missing: they give no leaf at all")
         if problems:
             why = "; ".join(sorted(problems))
             raise ManifestMismatch(f"the weights do not fit where they should go: {why}. Nothing was written")
-        return Fit(
-            [(leaf, targets[key]) for key, leaf in given.items()],
-            [(modules[path], state) for path, state in states.items() if path in modules],
+        return (
+            [(leaf, targets[key]) for key, leaf in given.items() if key in targets],
+            [(modules[key], state) for key, state in given.items() if key in modules],
         )
 
     def _differences(self, targets: Leaves, given: Leaves, unsaved: set[Key]) -> list[str]:
@@ -200,20 +191,20 @@ class WeightStrategy:
 
 
 @run_plainly
-def write(fit: Fit) -> None:
-    """Copy checked weights; those in plain memory go in one native call.
+def write(pairs: Pairs, states: Iterable[tuple[nn.Module, Any]] = ()) -> None:
+    """Copy checked weights, of each pair the first into the second; those in plain memory go in one native call.
 
     Raises ManifestMismatch, with nothing written, for targets in an arena, as a bound module has them.
     """
     readonly = readonly_ranges()
-    if readonly and any(lies_in(target, readonly) for _, target in fit.pairs):
+    if readonly and any(lies_in(target, readonly) for _, target in pairs):
         raise ManifestMismatch(
             "the destination lies in an arena, which is read-only here, as a bound module does; nothing was written. "
             "Publish in the trainer, or apply the weights to a module of your own"
         )
     rows: list[tuple[int, int, int]] = []
     written: list[torch.Tensor] = []
-    for source, target in fit.pairs:
+    for source, target in pairs:
         if source.dtype == target.dtype and _is_plain(source) and _is_plain(target):
             rows.append((target.data_ptr(), source.data_ptr(), source.nbytes))
             written.append(target)
@@ -222,7 +213,7 @@ def write(fit: Fit) -> None:
     if rows:
         _native.copy(rows)
         torch.autograd.graph.increment_version(written)  # as copy_() does, for autograd's checks
-    for module, state in fit.states:
+    for module, state in states:
         module.set_extra_state(state)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from fnmatch import fnmatchcase
-from glob import escape
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from ...errors import ManifestMismatch
-from ...memory.manifest import Key, Manifest, tie
+from ...memory.manifest import Key, tie
 
 Dtypes: TypeAlias = torch.dtype | Mapping[str, torch.dtype] | None
 
@@ -80,11 +79,6 @@ def cast_leaves(
     if problems:
         raise ManifestMismatch("; ".join(problems) + ". Nothing was created")
     return cast
-
-
-def dtypes_of(manifest: Manifest) -> Dtypes:
-    """The dtype= that casts the leaves which this arena casts, and to the same."""
-    return {escape(leaf.name): leaf.dtype for leaf in manifest.leaves if leaf.cast} or None
 
 
 def matching_patterns(tensors: Mapping[Key, Any], patterns: Iterable[str]) -> dict[Key, str]:

@@ -7,7 +7,7 @@ import pytest
 
 from shmsync.errors import ClosedError
 from support.conformance.nets import Stamped
-from support.conformance.rigs import KINDS, Box, BoxScheme, rigs
+from support.conformance.rigs import KINDS, rigs
 from support.conformance.table import NONE
 
 # ---- keyword arguments
@@ -37,14 +37,6 @@ def test_registering_a_worker_under_no_index_is_refused(scheme, ends):
         with pytest.raises(ValueError, match=f"worker is a whole number .*, not {index!r}"):
             sender.register_worker(index, ends.transport)
     assert sender.worker_ids == [0]
-
-
-def test_process_that_nobody_would_look_at_is_refused():
-    scheme = BoxScheme()
-    scheme.init_on_sender("policy", pipes=[])
-    with pytest.raises(TypeError, match="cannot watch process="):
-        scheme.get_sender().register_worker(0, Box(), object())
-    assert scheme.get_sender().worker_ids == []
 
 
 # ---- the life of a scheme

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from shmsync.schemes.links import Link
 from shmsync.schemes.messages import framed
 from shmsync.schemes.pipe import Pipe
 from support.calls import Call
@@ -37,6 +38,7 @@ def write_all(pipe_end):
     while pipe_end.unsent:
         assert time.monotonic() < end
         pipe_end.wait(end)
+        pipe_end.flush()
 
 
 @pytest.mark.parametrize("size", [0, 10, 16_384, 16_385, 300_000])
@@ -56,15 +58,15 @@ def test_a_pipe_and_a_plain_connection_read_what_the_other_one_sends(pipe, size)
 
 def test_a_full_pipe_never_blocks_and_keeps_only_the_newest_weights(pipe):
     ours, theirs = pipe
-    pipe_end = Pipe.of(ours)
+    link = Link.of(ours)
     big = pickle.dumps(b"1" * 3_000_000)
-    pipe_end.send(framed(big), ("policy", 1))  # has begun to leave, so it stays
+    link.post(framed(big), ("policy", 1))  # has begun to leave, so it stays
     for number in range(2, 6):
-        replaced = pipe_end.send(framed(pickle.dumps(number)), ("policy", number))
-        assert replaced == ([] if number == 2 else [("policy", number - 1)])
-    pipe_end.send(framed(pickle.dumps("other")), ("value", 1))
+        link.post(framed(pickle.dumps(number)), ("policy", number))
+        assert list(link.unanswered) == [("policy", 1), ("policy", number)]
+    link.post(framed(pickle.dumps("other")), ("value", 1))
     reading = Call(lambda: [theirs.recv() for _ in range(3)])
-    write_all(pipe_end)
+    write_all(link)
     got = reading.result()
     assert [got[0] == b"1" * 3_000_000, *got[1:]] == [True, 5, "other"]
 
