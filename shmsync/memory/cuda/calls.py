@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
+from uuid import UUID
 
 import torch
 
@@ -26,7 +27,6 @@ UUID_SIZE = 16  # bytes
 HANDLE_SIZE = 64  # bytes of CUDA's own handles
 
 STREAM_NON_BLOCKING = 1  # such a stream does not wait for the default stream, nor that one for it
-EVENT_NO_TIMING = 2
 HOST_PORTABLE = 1
 HOST_READ_ONLY = 8  # only for cudaHostRegister
 IPC_LAZY_PEER_ACCESS = 1
@@ -35,10 +35,8 @@ Answer = tuple[Any, ...]
 
 # Called as the bindings have them. Codes and modes convert to int.
 RUNTIME = (
-    "cudaGetDeviceProperties", "cudaMemGetInfo", "cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost",
-    "cudaHostRegister", "cudaHostUnregister",
-    "cudaStreamDestroy", "cudaStreamQuery", "cudaStreamIsCapturing", "cudaStreamWaitEvent", "cudaEventDestroy",
-    "cudaEventRecord", "cudaEventQuery", "cudaIpcCloseMemHandle", "cudaGetLastError", "cudaGetErrorString",
+    "cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost", "cudaHostRegister", "cudaHostUnregister",
+    "cudaStreamDestroy", "cudaStreamIsCapturing", "cudaIpcCloseMemHandle", "cudaGetLastError", "cudaGetErrorString",
 )  # fmt: skip
 
 
@@ -73,11 +71,6 @@ class CudaCalls:
         """A new stream: its handle."""
         code, stream = self._runtime.cudaStreamCreateWithFlags(flags)
         return (code, None if int(code) else self._handle_of(stream))
-
-    def cudaEventCreateWithFlags(self, flags: int) -> Answer:
-        """A new event: its handle."""
-        code, event = self._runtime.cudaEventCreateWithFlags(flags)
-        return (code, None if int(code) else self._handle_of(event))
 
     def cudaIpcGetMemHandle(self, address: int) -> Answer:
         """The HANDLE_SIZE bytes by which a whole allocation can be opened."""
@@ -142,29 +135,42 @@ class Block:
 
 
 class TorchSide:
-    """What torch knows of GPUs: current streams and devices, and storages over memory that is not its own."""
+    """What torch knows of GPUs: which there are, their streams, and storages over memory that is not its own."""
 
     def count(self) -> int:
         """How many GPUs this process sees."""
         return torch.cuda.device_count()
 
+    def uuid(self, index: int) -> bytes:
+        """Of this GPU, in UUID_SIZE bytes. No context is made on it."""
+        return UUID(str(torch.cuda.get_device_properties(index).uuid)).bytes
+
+    def memory(self, index: int) -> tuple[int, int, int]:
+        """Bytes of this GPU: free, in all, and those that torch's allocator keeps and no tensor uses."""
+        kept = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+        return *torch.cuda.mem_get_info(index), kept
+
     def on(self, index: int) -> AbstractContextManager[object]:
         """This GPU is the calling thread's current one. No context is made on another."""
         return torch.cuda.device(index)
 
-    def current(self, index: int) -> int:
-        """The handle of the calling thread's current stream on this GPU."""
-        return torch.cuda.current_stream(index).cuda_stream
+    def current(self, index: int) -> torch.cuda.Stream:
+        """The calling thread's current stream on this GPU."""
+        return torch.cuda.current_stream(index)
+
+    def external(self, handle: int, index: int) -> torch.cuda.Stream:
+        """A stream of this GPU that torch has not made."""
+        return torch.cuda.ExternalStream(handle, torch.device("cuda", index))
 
     def wrap(self, memory: object, index: int) -> torch.UntypedStorage:
         """A storage over a __cuda_array_interface__, which torch keeps until the last tensor over it is gone."""
         with plainly():
             return torch.as_tensor(memory, device=torch.device("cuda", index)).untyped_storage()
 
-    def captured(self, index: int, stream: int, work: Callable[[], None]) -> Callable[[], None]:
+    def captured(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> Callable[[], None]:
         """What `work` asks this stream for, as a CUDA graph: the call that launches it on the then current stream."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream, torch.device("cuda", index))):
+        with torch.cuda.stream(stream):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 work()
@@ -173,15 +179,10 @@ class TorchSide:
         replay: Callable[[], None] = graph.replay
         return replay
 
-    def cached(self, index: int) -> int:
-        """Bytes of this GPU that torch's allocator keeps, and no tensor uses."""
-        return torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
-
 
 # Errors.
 
 OUT_OF_MEMORY = 2
-NOT_READY = 600
 CAPTURES = range(900, 909)  # what a stream that is being captured, or one beside it, refuses
 CAPTURE_ELSEWHERE = 906  # asked of the default stream while a stream that blocks it is being captured
 
@@ -195,56 +196,54 @@ _SHARING = (
 _CURES = {
     35: "the driver is older than cuda-bindings; install those of the driver's version: pip install 'cuda-bindings<13'",
     46: "another process uses the GPU alone (nvidia-smi -c DEFAULT lets several use it)",
-    100: "no GPU is visible; look at CUDA_VISIBLE_DEVICES, and in a container at --gpus",
-    101: "fewer GPUs are visible; look at CUDA_VISIBLE_DEVICES",
     205: _SHARING,
-    206: _SHARING,
     217: "the two GPUs cannot reach each other's memory; let trainer and worker use the same GPU",
     304: _SHARING,
     709: "the CUDA context of this process is gone; was cudaDeviceReset() called?",
     801: _SHARING,
-    803: "driver and libcuda are of different versions; in a container, mount the host's",
     805: "the MPS server cannot be reached; is nvidia-cuda-mps-control running, with this CUDA_MPS_PIPE_DIRECTORY?",
 }
 _OTHERS = "see whether `nvidia-smi` shows the driver running; docs/gpu.md lists what shmsync needs of it"
 _LOST = (226, 700, 702, 710, *range(714, 720), 721)  # the context has failed for good
 
 
-class CudaError(Exception):
+class CudaError(RuntimeError):
     """A call to CUDA that was refused.
 
     Args:
         call: its name.
-        code: its number.
+        code: its number, the attribute error_code as in torch.AcceleratorError (2.8).
         name: of the code.
         text: CUDA's own words.
     """
 
     def __init__(self, call: str, code: int, name: str, text: str) -> None:
         super().__init__(f"{call} failed with {name} ({code}): {text}")
-        self.code = code
+        self.error_code = code
 
 
-def refused(doing: str, error: CudaError, device: str, needed: int | None = None) -> ShmSyncError:
-    """The error to raise. `doing`: what was tried; `needed`: bytes, where memory was asked for."""
-    text = f"{doing} on {device} failed: {error}"
-    if error.code in CAPTURES:
+def refused(doing: str, error: RuntimeError, device: str, needed: int | None = None) -> ShmSyncError:
+    """The error to raise for one of CUDA or torch. `doing`: what was tried; `needed`: bytes that were asked for."""
+    code: int = getattr(error, "error_code", 0)  # torch before 2.8 tells none
+    text = f"{doing} on {device} failed: {str(error).partition(chr(10))[0]}"
+    if code in CAPTURES:
         return ProtocolError(
             f"{text}; a CUDA graph is being captured. Nothing was changed: call it before or after the capture"
         )
-    if error.code == OUT_OF_MEMORY:
+    if code == OUT_OF_MEMORY:
         amount = "" if needed is None else f", {needed:,} bytes were asked for"
         return NoSpace(f"{text}{amount}; use fewer slots, a smaller dtype=, or free memory of the GPU")
-    if error.code in _LOST:
+    if code in _LOST:
         return DeviceFailed(f"{text}; {_RESTART}")
-    return DeviceFailed(f"{text}; {_CURES.get(error.code, _OTHERS)}")
+    return DeviceFailed(f"{text}; {_CURES.get(code, _OTHERS)}")
 
 
 def not_opened(error: CudaError, device: str) -> ShmSyncError:
     """The error for memory of another process that could not be opened."""
-    if error.code in _LOST or error.code in CAPTURES or error.code == OUT_OF_MEMORY:
+    code = error.error_code
+    if code in _LOST or code in CAPTURES or code == OUT_OF_MEMORY:
         return refused("opening the memory of another process", error, device)
     return ArenaNotFound(
         f"the memory that the publisher has on {device} could not be opened: {error}. Either the publisher has just "
-        f"ended, then attach to its new arena; or it cannot be shared: {_CURES.get(error.code, _SHARING)}"
+        f"ended, then attach to its new arena; or it cannot be shared: {_CURES.get(code, _SHARING)}"
     )

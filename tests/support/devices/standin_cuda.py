@@ -15,7 +15,6 @@ import mmap
 import random
 import threading
 from collections import Counter
-from types import SimpleNamespace
 
 from shmsync._native import is_watched
 from shmsync.memory.cuda.gpu import Gpu
@@ -29,7 +28,6 @@ GIVE_BACK = {
     "cudaFreeHost",
     "cudaHostUnregister",
     "cudaStreamDestroy",
-    "cudaEventDestroy",
     "cudaIpcCloseMemHandle",
     "restore",
 }
@@ -106,7 +104,6 @@ class Proxy:
         self.registered = {}  # address: (size, flags)
         self.graphs = {}  # handles of streams that torch captures: what they were given
         self.streams = {}
-        self.events = {}  # handle: [GPU, Event or None]
         self.mappings = {}  # address: memory of another process
         self.users = Counter()  # of each
         self.capturing = set()  # handles of streams
@@ -119,7 +116,7 @@ class Proxy:
         return [name for name, _ in self.log if name not in TALK and name not in ("relax", "restore")]
 
     def left(self):
-        """What was made and not given back; events are kept for the next time."""
+        """What was made and not given back."""
         made = Counter(
             memory=len(self.allocations),
             host=len(self.hosted) + len(self.registered),
@@ -148,7 +145,7 @@ class Proxy:
     def kernel(self, work, handle=None):
         """Work of the user for a stream, by default the current one of GPU 0."""
         with self.side.on(0):
-            self.stream_of(self.side.current(0) if handle is None else handle).give(work)
+            self.stream_of(self.side.current(0).cuda_stream if handle is None else handle).give(work)
 
     # The calls.
 
@@ -184,13 +181,6 @@ class Proxy:
         self._called("cudaGetLastError")
         last, self.last_error = self.last_error, 0
         return (Code(last),)
-
-    def cudaGetDeviceProperties(self, device):
-        self.log.append(("cudaGetDeviceProperties", (device,)))  # needs no current device, and makes no context
-        counted = sum(each not in TALK for each, _ in self.log) - 1
-        if self.fail_at == counted:
-            return self._wrong(self.code), None
-        return Code(0), SimpleNamespace(uuid=SimpleNamespace(bytes=self.world.uuids[self.visible[device]]))
 
     @recorded(None)
     def relax(self):
@@ -305,47 +295,32 @@ class Proxy:
         del self.streams[stream]
         return (Code(0),)
 
+    @recorded(False)
     def cudaStreamQuery(self, stream):
-        return (self._called("cudaStreamQuery", stream),)
+        return Code(0), self.stream_of(stream).idle
 
     @recorded(None)
     def cudaStreamIsCapturing(self, stream):
         return Code(0), int(stream in self.capturing)
 
     @recorded(None)
-    def cudaEventCreateWithFlags(self, flags):
-        handle = next(self._handles)
-        self.events[handle] = [self.side.here, None]
-        return Code(0), handle
-
-    @recorded()
-    def cudaEventDestroy(self, event):
-        del self.events[event]
-        return (Code(0),)
-
-    def _gpu_of(self, stream):
-        return self.side.here if stream == 0 else self.streams[stream][0]
-
-    @recorded()
-    def cudaEventRecord(self, event, stream):
-        if not self.side.here == self._gpu_of(stream) == self.events[event][0]:
-            return (self._wrong(400),)
+    def cudaEventRecord(self, stream):
+        if stream and self.side.here != self.streams[stream][0]:
+            return self._wrong(400), None
         if stream in self.capturing:
-            return (Code(0),)  # recorded into the graph
-        self.events[event][1] = self.stream_of(stream).record()
-        return (Code(0),)
+            return Code(0), Event()  # recorded into the graph
+        return Code(0), self.stream_of(stream).record()
 
     @recorded()
-    def cudaStreamWaitEvent(self, stream, event, flags):
+    def cudaStreamWaitEvent(self, stream, event):
         if stream in self.capturing:
             return (self._wrong(905),)
-        then: Event = self.events[event][1]
-        self.stream_of(stream).give(lambda: then.done.wait() and None)
+        self.stream_of(stream).give(lambda: event.done.wait() and None)
         return (Code(0),)
 
-    @recorded()
+    @recorded(False)
     def cudaEventQuery(self, event):
-        return (Code(0 if self.events[event][1].done.is_set() else 600),)
+        return Code(0), event.done.is_set()
 
     def _place(self, address, size):
         """Does this lie in memory that a stream of this process may copy?"""

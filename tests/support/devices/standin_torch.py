@@ -13,6 +13,59 @@ from support.devices.simulated import copies_are_done_by
 from support.devices.streams import HOST
 
 
+class TorchError(RuntimeError):
+    """As torch.AcceleratorError."""
+
+    def __init__(self, code):
+        super().__init__(f"CUDA error: {int(code)}\nWords of the proxy.")
+        self.error_code = int(code)
+
+
+def told(calls, name, *arguments):
+    """What torch makes of a call to CUDA."""
+    code, *values = getattr(calls, name)(*arguments)
+    if code:
+        calls.last_error = 0
+        raise TorchError(code)
+    return values
+
+
+class TorchStream:
+    """As torch.cuda.ExternalStream: it makes its GPU the current one for each call."""
+
+    def __init__(self, calls, handle, index):
+        self._calls, self.cuda_stream, self.device = calls, handle, torch.device("cuda", index)
+
+    def __eq__(self, other):
+        same = isinstance(other, TorchStream)
+        return same and (self.cuda_stream, self.device) == (other.cuda_stream, other.device)
+
+    def __hash__(self):
+        return hash((self.cuda_stream, self.device))
+
+    def record_event(self):
+        with self._calls.side.on(self.device.index):
+            return TorchEvent(self._calls, *told(self._calls, "cudaEventRecord", self.cuda_stream), self.device)
+
+    def wait_event(self, event):
+        with self._calls.side.on(self.device.index):
+            told(self._calls, "cudaStreamWaitEvent", self.cuda_stream, event.work)
+
+    def query(self):
+        with self._calls.side.on(self.device.index):
+            return told(self._calls, "cudaStreamQuery", self.cuda_stream)[0]
+
+
+class TorchEvent:
+    """As torch.cuda.Event. Without `work` it was never recorded."""
+
+    def __init__(self, calls, work=None, device=None):
+        self._calls, self.work, self.device, self.cuda_event = calls, work, device, int(work is not None)
+
+    def query(self):
+        return told(self._calls, "cudaEventQuery", self.work)[0]
+
+
 class StandInTorch:
     """What is asked of torch, see TorchSide in shmsync/memory/cuda/calls.py."""
 
@@ -33,6 +86,13 @@ class StandInTorch:
 
     def count(self):
         return len(self._calls.visible)
+
+    def uuid(self, index):
+        return self._calls.world.uuids[self._calls.visible[index]]
+
+    def memory(self, index):
+        with self.on(index):
+            return *told(self._calls, "cudaMemGetInfo"), 4096
 
     @contextmanager
     def on(self, index):
@@ -55,7 +115,10 @@ class StandInTorch:
             self._local.stream = before
 
     def current(self, index):
-        return getattr(self._local, "stream", 0)
+        return self.external(getattr(self._local, "stream", 0), index)
+
+    def external(self, handle, index):
+        return TorchStream(self._calls, handle, index)
 
     def wrap(self, memory, index):
         if self.copies:
@@ -67,25 +130,23 @@ class StandInTorch:
         weakref.finalize(storage, id, memory).atexit = False  # it lives as long as tensors over it
         return storage
 
-    def captured(self, index, stream, work):
+    def captured(self, stream, work):
         if self.refuses_captures:
             raise RuntimeError("operation not permitted when stream is capturing")
-        steps = self._calls.graphs[stream] = []
+        handle, index = stream.cuda_stream, stream.device.index
+        steps = self._calls.graphs[handle] = []
         try:
-            with self.on(index), self.stream(stream):
+            with self.on(index), self.stream(handle):
                 work()
         finally:
-            del self._calls.graphs[stream]
+            del self._calls.graphs[handle]
 
         def launch():
             self.launches += 1
             for step in steps:
-                self._calls.stream_of(self.current(index), index).give(step)
+                self._calls.stream_of(self.current(index).cuda_stream, index).give(step)
 
         return launch
-
-    def cached(self, index):
-        return 4096
 
 
 class TorchCopies:
@@ -98,7 +159,7 @@ class TorchCopies:
     def current(self):
         if threading.current_thread().name == "simulated stream":  # a kernel, which is the stream's work itself
             return HOST
-        handle = self._calls.side.current(0)
+        handle = self._calls.side.current(0).cuda_stream
         if (steps := self._calls.graphs.get(handle)) is not None:
             return SimpleNamespace(give=steps.append)
         return self._calls.stream_of(handle, 0)
@@ -113,16 +174,6 @@ class TorchCopies:
 
     def settle(self):
         self.current().record().done.wait()
-
-
-def torch_stream(handle, index=0):
-    """As torch.cuda.Stream shows itself."""
-    return SimpleNamespace(cuda_stream=handle, device=SimpleNamespace(index=index))
-
-
-def torch_event(handle, index=0):
-    """As torch.cuda.Event shows itself."""
-    return SimpleNamespace(cuda_event=handle, device=SimpleNamespace(index=index))
 
 
 def tensor(storage):

@@ -10,7 +10,6 @@ from shmsync.errors import ProtocolError
 from shmsync.memory import devices
 from shmsync.memory.cuda import visible
 from support.devices.standin_cuda import World
-from support.devices.standin_torch import torch_stream
 
 
 @pytest.fixture
@@ -78,7 +77,7 @@ def test_weights_of_the_gpu_are_copied_after_the_current_stream_and_before_what_
     there = ones_there(1000)
     calls, pub, sub = arena({"t": there}, slots, made=True)
     stream = device.stream()
-    with calls.side.stream(stream.handle):
+    with calls.side.stream(stream.cuda_stream):
         for version in range(2, 30):
             for step in (-1, version):
                 calls.kernel(lambda step=step: there.fill_(step))
@@ -96,16 +95,16 @@ def test_a_publish_during_a_capture_is_refused_before_anything_changes(arena, sl
     while not sub._reader.arena.on_device.reads.wait(10**8):
         pass
     stream = visible.device(0).stream()
-    calls.capturing.add(stream.handle)
+    calls.capturing.add(stream.cuda_stream)
     source["t"].fill_(2)
     before = calls.names().count("cudaMemcpyAsync")
-    with calls.side.stream(stream.handle):
+    with calls.side.stream(stream.cuda_stream):
         with pytest.raises(ProtocolError, match="before or after the capture"):
             pub.publish()
         with pytest.raises(ProtocolError, match="before or after the capture"), pub.update():
             pass
     with pytest.raises(ProtocolError, match="before or after the capture"):
-        pub.publish(after=torch_stream(stream.handle))
+        pub.publish(after=stream)
     assert calls.names().count("cudaMemcpyAsync") == before
     assert value(sub) == (1, 1.0)
     assert pub.publish(wait=[]) == 2
@@ -118,9 +117,9 @@ def test_an_update_that_ends_in_a_capture_is_taken_back(arena, slots, how):
     source = {"t": torch.full((100,), 1.0)}
     calls, pub, sub = arena(source, slots)
     stream = visible.device(0).stream()
-    with calls.side.stream(stream.handle):
+    with calls.side.stream(stream.cuda_stream):
         with pytest.raises(LookupError if how == "raises" else ProtocolError), pub.update():
-            calls.capturing.add(stream.handle)
+            calls.capturing.add(stream.cuda_stream)
             if how == "raises":
                 raise LookupError
         calls.capturing.clear()
@@ -133,8 +132,8 @@ def test_a_capture_in_a_section_of_several_slots_is_refused(arena):
     source = {"t": torch.full((100,), 1.0)}
     calls, pub, sub = arena(source, 2)
     stream = visible.device(0).stream()
-    calls.capturing.add(stream.handle)
-    with calls.side.stream(stream.handle), pytest.raises(ProtocolError, match="publish with slots=1"), sub.read():
+    calls.capturing.add(stream.cuda_stream)
+    with calls.side.stream(stream.cuda_stream), pytest.raises(ProtocolError, match="publish with slots=1"), sub.read():
         pass
     for version in (2, 3, 4):  # and the slot was let go
         source["t"].fill_(version)

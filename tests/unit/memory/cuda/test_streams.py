@@ -8,7 +8,7 @@ import pytest
 from shmsync.errors import DeviceFailed, ProtocolError
 from shmsync.memory.cuda.gpu import Gpu
 from support.devices.standin_cuda import Code, Proxy, World, gpu
-from support.devices.standin_torch import torch_event, torch_stream
+from support.devices.standin_torch import TorchEvent
 
 
 def test_follow_orders_by_an_event_of_the_streams_own_gpu():
@@ -16,10 +16,10 @@ def test_follow_orders_by_an_event_of_the_streams_own_gpu():
     first, second = Gpu(0, calls, calls.side), Gpu(1, calls, calls.side)
     mine, other = first.stream(), second.stream()
     seen, gate = [], threading.Event()
-    calls.stream_of(other.handle).give(gate.wait)
-    calls.stream_of(other.handle).give(lambda: seen.append("first"))
+    calls.stream_of(other.cuda_stream).give(gate.wait)
+    calls.stream_of(other.cuda_stream).give(lambda: seen.append("first"))
     first.follow(mine, other)
-    calls.stream_of(mine.handle).give(lambda: seen.append("later"))
+    calls.stream_of(mine.cuda_stream).give(lambda: seen.append("later"))
     assert not first.wait(mine, 0.02)
     gate.set()
     assert first.wait(mine, 20)
@@ -29,20 +29,20 @@ def test_follow_orders_by_an_event_of_the_streams_own_gpu():
 def test_streams_and_events_of_torch_are_taken():
     device = gpu()
     mine, theirs = device.stream(), device.stream()
-    assert device.as_stream(torch_stream(theirs.handle)) == theirs
-    with device._here(0):
-        event = device._recorded(theirs)
-    given = device.as_stream(torch_event(event))
-    device.follow(mine, given)
-    assert device._calls.log[-2] == ("cudaStreamWaitEvent", (mine.handle, event, 0))
+    assert device.as_stream(theirs) is theirs
+    with device._here("recording"):
+        event = theirs.record_event()
+    assert device.as_stream(event) is event
+    device.follow(mine, event)
+    assert device._calls.log[-2] == ("cudaStreamWaitEvent", (mine.cuda_stream, event.work))
 
     class OfAnotherLibrary:
         def __cuda_stream__(self):
-            return 0, theirs.handle
+            return 0, theirs.cuda_stream
 
     assert device.as_stream(OfAnotherLibrary()) == theirs
     with pytest.raises(TypeError, match="never been recorded"):
-        device.as_stream(torch_event(0))
+        device.as_stream(TorchEvent(device._calls))
     with pytest.raises(TypeError, match="stream or an event of cuda:0 is needed"):
         device.as_stream(3)
 
@@ -69,7 +69,7 @@ def test_the_default_stream_counts_as_captured_while_a_stream_that_it_would_wait
 def test_a_stream_that_is_captured_is_not_waited_for(use):
     device = gpu()
     mine, captured = device.stream(), device.stream()
-    device._calls.capturing.add(captured.handle)
+    device._calls.capturing.add(captured.cuda_stream)
     with pytest.raises(ProtocolError, match="before or after the capture"):
         device.wait(captured, 1) if use == "wait" else device.follow(mine, captured)
     assert "cudaEventRecord" not in device._calls.names()
@@ -78,7 +78,7 @@ def test_a_stream_that_is_captured_is_not_waited_for(use):
 def test_wait_keeps_its_deadline():
     device = gpu()
     stream, gate = device.stream(), threading.Event()
-    device._calls.stream_of(stream.handle).give(gate.wait)
+    device._calls.stream_of(stream.cuda_stream).give(gate.wait)
     started = time.monotonic()
     assert not device.wait(stream, 0.05)
     assert time.monotonic() - started < 5

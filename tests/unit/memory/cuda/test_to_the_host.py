@@ -6,9 +6,10 @@ import torch
 import shmsync
 from shmsync.cli import doctor
 from shmsync.engine.converting import ALONE, MANY
+from shmsync.errors import ShmSyncError
 from shmsync.memory import devices
 from shmsync.memory.cuda import visible
-from support.devices.standin_cuda import World
+from support.devices.standin_cuda import TALK, World
 from support.jobs.engine import bind_copies
 
 
@@ -47,7 +48,7 @@ def test_versions_cross_by_the_calls_that_are_needed_and_nothing_is_left(there, 
     calls, source = there.calls, model(there, many=many)
     stream = visible.device(0).stream()
     with (
-        calls.side.stream(stream.handle),
+        calls.side.stream(stream.cuda_stream),
         shmsync.Publisher(source, slots=slots, timeout=20.0) as pub,
         shmsync.Subscriber(pub.handle, timeout=20.0) as sub,
     ):
@@ -84,6 +85,43 @@ def test_a_refused_capture_leaves_the_copies_as_they_are(there, slots):
             pub.publish(wait=[])
             assert seen(sub) == (version, {float(version)})
     assert there.calls.side.launches == 0
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_any_call_of_a_publish_may_fail_and_no_half_version_is_seen(there, slots):
+    calls, source = there.calls, model(there)
+
+    def publish(pub, number):
+        for tensor in source.values():
+            tensor.fill_(number)
+        pub.publish(wait=[])
+
+    def asked():
+        return sum(name not in TALK for name, _ in calls.log)
+
+    with (
+        shmsync.Publisher(source, slots=slots, timeout=20.0) as pub,
+        shmsync.Subscriber(pub.handle, timeout=20.0) as sub,
+    ):
+        begin = asked()
+        publish(pub, 1)
+        tried = set()
+        for number in range(asked() - begin):
+            calls.fail_at = asked() + number
+            try:
+                publish(pub, 2)
+            except ShmSyncError:
+                tried.add([name for name, _ in calls.log if name not in TALK][calls.fail_at])
+                calls.fail_at = None
+                if slots == 2:
+                    assert seen(sub)[1] in ({1.0}, {2.0})
+            else:
+                calls.fail_at = None
+                assert seen(sub)[1] == {2.0}
+            publish(pub, 1)
+            assert seen(sub) == (pub.version, {1.0})
+        assert tried >= {"cudaMemcpyAsync", "cudaEventRecord", "cudaStreamWaitEvent", "cuLaunchHostFunc"}
+        assert calls.last_error == 0
 
 
 @pytest.mark.parametrize("refused", [(), ("cudaHostRegister",)])
