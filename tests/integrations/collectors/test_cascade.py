@@ -32,7 +32,7 @@ def trainer():
     yield make
     for scheme in made:
         scheme.shutdown()
-    until(lambda: "shmsync" not in policies.thread_names())  # it ends when no receiver is left
+    until(lambda: policies.receiving_threads() == 0)  # it ends when no receiver is left
 
 
 def received(scheme):
