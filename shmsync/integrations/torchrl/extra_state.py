@@ -1,7 +1,7 @@
 """Extra state, which modules keep beside their tensors (get_extra_state()), as one more leaf of the arena.
 
 As a leaf it changes together with the tensors. A leaf has a fixed shape, so the state is pickled into a uint8 tensor
-with room to grow: 8 bytes of length, the pickle, then unused bytes.
+with room to grow. A pickle shows its own end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from ...schemes.strategy import STATE_KEY
 
 LEAF = "__extra_state__"  # also TorchRL's key, in a TensorDict of weights
 KEY: Key = (LEAF,)
-_LENGTH_BYTES = 8
 _SMALLEST = 1 << 16  # bytes of room
 
 States = dict[str, Any]  # what get_extra_state() returned, by the module's dotted path
@@ -37,10 +36,13 @@ def separate(weights: Any) -> tuple[Any, States | None]:
     """Split weights into what a Publisher takes and their extra state (None: there is none). Copies nothing."""
     if isinstance(weights, nn.Module):
         if weights not in _stateless:
-            found = {".".join(place.path): place.module for place in walk(weights)}
-            own = {path: each for path, each in found.items() if _has_state(each)}
-            if own:
-                return flat(weights), {path: each.get_extra_state() for path, each in own.items()}
+            states = {
+                ".".join(place.path): place.module.get_extra_state()
+                for place in walk(weights)
+                if type(place.module).get_extra_state is not nn.Module.get_extra_state
+            }
+            if states:
+                return flat(weights), states
             _stateless.add(weights)
     elif isinstance(weights, TensorDictBase):
         if LEAF in weights.keys():  # noqa: SIM118  # a TensorDict iterates over its batch
@@ -51,10 +53,6 @@ def separate(weights: Any) -> tuple[Any, States | None]:
             states = {key.rpartition(".")[0]: _plain(weights[key]) for key in keys}
             return {key: value for key, value in weights.items() if key not in keys}, states
     return weights, None
-
-
-def _has_state(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def _plain(state: Any) -> Any:
@@ -75,8 +73,7 @@ def together(tensors: Any, states: States | None, room: int = 0) -> Any:
     """
     if states is None:
         return tensors
-    packed = dumps(states)
-    data = len(packed).to_bytes(_LENGTH_BYTES, "little") + packed
+    data = dumps(states)
     room = room or max(_SMALLEST, 4 * len(data))
     if len(data) > room:
         raise ManifestMismatch(
@@ -90,24 +87,13 @@ def together(tensors: Any, states: States | None, room: int = 0) -> Any:
 
 def states_in(leaf: torch.Tensor) -> States:
     """The extra state that lies in a leaf, by the path of its module."""
-    data = leaf.cpu().numpy()
-    length = int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
-    states: States = pickle.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes())
+    states: States = pickle.loads(leaf.cpu().numpy().data)
     return states
 
 
 def without(weights: TensorDictBase) -> TensorDictBase:
     """The tensors of an arena alone."""
     return weights.exclude(LEAF) if LEAF in weights.keys() else weights  # noqa: SIM118  # it iterates over its batch
-
-
-def unpacked(weights: TensorDictBase) -> Any:
-    """Weights read from an arena, with the extra state unpacked, in a form that a scheme can send."""
-    if LEAF not in weights.keys():  # noqa: SIM118
-        return weights
-    states = states_in(weights.get(LEAF))
-    named = {f"{path}.{STATE_KEY}" if path else STATE_KEY: state for path, state in states.items()}
-    return {**flat(without(weights)), **named}
 
 
 def set_states(module: nn.Module, weights: TensorDictBase) -> None:

@@ -12,8 +12,8 @@ import pickle
 import secrets
 import socket
 import struct
-import time
 import weakref
+from contextlib import suppress
 
 from ...engine.outcome import Failure
 from ...memory.process import close_in_children
@@ -23,22 +23,21 @@ _PATIENCE = 1.0  # seconds that a failure waits while the trainer's queue is ful
 _UCRED = struct.Struct("3i")  # pid, uid, gid
 
 
-class _End:
+class Failures:
+    """The trainer's end: what workers failed with.
+
+    Attributes:
+        address: for report().
+    """
+
     def __init__(self) -> None:
+        self.address = f"\0shmsync.{os.getpid()}.{secrets.token_hex(8)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
-        self.close = weakref.finalize(self, self._socket.close)  # idempotent
-        close_in_children(self, lambda end: end.close())  # else the name would outlive this process
-
-
-class Failures(_End):
-    """The trainer's end: what workers failed with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.address = f"\0shmsync.{os.getpid()}.{secrets.token_hex(8)}"
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # each message shows its sender's user
         self._socket.bind(self.address)
+        self.close = weakref.finalize(self, self._socket.close)  # idempotent
+        close_in_children(self, lambda end: end.close())  # else the name would outlive this process
 
     def received(self) -> list[tuple[int, Failure]]:
         """What has come, oldest first, with the worker. Messages of other users are dropped, and not unpickled."""
@@ -53,35 +52,25 @@ class Failures(_End):
                 found.append((worker, Failure(*failure)))
 
 
-class FailurePipe(_End):
-    """A worker's end. Raises ConnectionError when the trainer is gone."""
+def reach(address: str, worker: int) -> socket.socket:
+    """A worker's end, connected. Raises ConnectionError when the trainer is gone."""
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        end.settimeout(_PATIENCE)
+        end.connect(address)
+    except OSError as error:
+        end.close()
+        raise ConnectionError(
+            f"worker {worker} does not reach its trainer: {error}; is it still there, on this machine?"
+        ) from error
+    return end
 
-    def __init__(self, address: str, worker: int) -> None:
-        super().__init__()
-        self._worker = worker
-        try:
-            self._socket.connect(address)
-        except OSError as error:
-            self.close()
-            raise ConnectionError(
-                f"worker {worker} does not reach its trainer: {error}; is it still there, on this machine?"
-            ) from error
 
-    def report(self, error: BaseException) -> None:
-        """Send an exception that was just caught. Does nothing when the trainer is gone."""
-        failure = Failure.of(error)
-        message = pickle.dumps((self._worker, tuple(failure)))
-        if len(message) > _LARGEST:
-            short = (None, None, failure.summary[:1000], failure.trace[-_LARGEST // 4 :])
-            message = pickle.dumps((self._worker, short))
-        deadline = time.monotonic() + _PATIENCE
-        while True:
-            try:
-                self._socket.send(message)
-            except BlockingIOError:
-                if time.monotonic() < deadline:
-                    time.sleep(0.005)
-                    continue
-            except OSError:
-                pass
-            return
+def report(address: str, worker: int, error: BaseException) -> None:
+    """Send an exception that was just caught. Does nothing when the trainer is gone, or does not look."""
+    failure = Failure.of(error)
+    message = pickle.dumps((worker, tuple(failure)))
+    if len(message) > _LARGEST:
+        message = pickle.dumps((worker, (None, None, failure.summary[:1000], failure.trace[-_LARGEST // 4 :])))
+    with suppress(OSError), reach(address, worker) as end:
+        end.send(message)

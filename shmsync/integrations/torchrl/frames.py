@@ -9,10 +9,11 @@ carried over from the step before, so it is stamped again after the number has c
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from tensordict import TensorDictBase
+
+from ...engine.read.reading import ReadPath
 
 _VERSION = "policy_version"
 FIRST = 1  # the version that arenas start with; each later one is an update
@@ -23,12 +24,12 @@ class FrameStamp:
 
     Args:
         collector: with a tracker.
-        used: the version that the calling thread's last forward used.
+        reader: of the policy's weights.
     """
 
-    def __init__(self, collector: Any, used: Callable[[], int]) -> None:
+    def __init__(self, collector: Any, reader: ReadPath) -> None:
         self._tracker: Any = collector.policy_version_tracker
-        self._collector, self._used = weakref.ref(collector), used
+        self._collector, self._reader = weakref.ref(collector), reader
         self._counted, self._stamped = FIRST, self._tracker.version
         self._tracker._step = self
 
@@ -37,7 +38,7 @@ class FrameStamp:
         tracker = self._tracker
         step = _own_step(tracker)
         if tensordict is not None:  # None: a reset, perhaps of some environments, which ends no frame
-            used, before = self._used(), self._counted
+            used, before = self._reader.used_version, self._counted
             self._counted = max(used, before)
             for _ in range(used - before):
                 tracker.increment_version()
@@ -55,9 +56,3 @@ class FrameStamp:
 
 def _own_step(tracker: Any) -> Any:
     return type(tracker)._step.__get__(tracker)
-
-
-def has_versions(collector: Any) -> bool:
-    """Does this collector stamp its frames, as yet without a FrameStamp?"""
-    tracker: Any = getattr(collector, "policy_version_tracker", None)
-    return hasattr(tracker, "increment_version") and not isinstance(tracker._step, FrameStamp)

@@ -7,11 +7,12 @@ trainer gets its ack.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
 from torch import nn
@@ -29,8 +30,8 @@ from ...errors import ProtocolError, ShmSyncError
 from ...schemes.devices import lies_elsewhere
 from ...schemes.strategy import WeightStrategy
 from . import extra_state
-from .failures import FailurePipe
-from .frames import FIRST, FrameStamp, has_versions
+from .failures import reach, report
+from .frames import FIRST, FrameStamp
 
 
 class Receiver:
@@ -50,38 +51,31 @@ class Receiver:
         self._module: weakref.ref[nn.Module] | None = None
         self._loads: list[_Load] = []
         self._server_lock: AbstractContextManager[Any] = nullcontext()
-        self._hears: Callable[[Any], object] | None = None  # is told of new weights: a cascade, or a server
-        self._hears_each = False  # a server: once for each version, those included that this worker never used
+        self._hears: Callable[[], Any] = lambda: None  # the method that is told of new weights
+        self._hears_each = False  # a server's: once for each version, those included that this worker never used
         self._counted = FIRST
-        self._stop = threading.Event()
-        self._failures = FailurePipe(address, worker)
+        self._report = functools.partial(report, address, worker)
+        reach(address, worker).close()  # or raise: the arena of a trainer that is gone would be waited for
         copy_by_value()
+        # It applies nothing before it is told to: its first ack is to mean that the module shows it.
+        self._reader = open_reader(name, "pinned", worker, WEIGHT_SYNC_TIMEOUT, False)
+        # Sections wait for a trainer that waits, perhaps for another worker's forward. Its death ends the wait.
+        self._reader.timeout = math.inf
+        reference = weakref.ref(self)
+
+        def applied(version: int) -> None:
+            if (receiver := reference()) is not None:
+                receiver._applied(version)
+
+        self._reader.on_version(applied)  # in the first section of each version, in any thread, before the ack
         try:
-            # It applies nothing before it is told to: its first ack is to mean that the module shows it.
-            self._reader = open_reader(name, "pinned", worker, WEIGHT_SYNC_TIMEOUT, False)
-            # Sections wait for a trainer that waits, perhaps for another worker's forward. Its death ends the wait.
-            self._reader.timeout = math.inf
-            reference = weakref.ref(self)
-
-            def applied(version: int) -> None:
-                if (receiver := reference()) is not None:
-                    receiver._applied(version)
-
-            self._reader.on_version(applied)  # in the first section of each version, in any thread, before the ack
-            try:
-                if model is not None:
-                    self.bind(model)
-                self._reader.refresh()
-            except BaseException:
-                self._reader.close()
-                raise
+            if model is not None:
+                self.bind(model)
+            self._reader.refresh()
         except BaseException:
-            self._failures.close()
+            self._reader.close()
             raise
-        self._seen = self._reader.applied_version  # at the last refresh()
-        thread = threading.Thread(target=_run, args=(weakref.ref(self), self._stop), daemon=True, name="shmsync")
-        thread.start()
-        self._finalizer = weakref.finalize(self, _end, self._stop, thread, self._failures)
+        self._seen = self._reader.applied_version  # at the last receive()
 
     @property
     def weights(self) -> Any:
@@ -115,76 +109,64 @@ class Receiver:
         A leaf collector has its policy_version kept right, a collector of collectors passes the weights on, and any
         other, such as an InferenceServer, has its update_policy_weights_() called once for each version.
         """
-        if context is None:
-            return
-        reference = weakref.ref(context)
-
-        def update(weights: Any) -> None:
-            there = reference()
-            if there is not None:
-                there.update_policy_weights_(model_id=model_id, policy_or_weights=extra_state.unpacked(weights))
-
-        if getattr(context, "_weight_sync_schemes", None):
-            self._hears = update
-        elif not isinstance(context, BaseCollector) and hasattr(context, "update_policy_weights_"):
-            # It has this lock from a forward until it has stamped the output.
+        server = not isinstance(context, BaseCollector) and hasattr(context, "update_policy_weights_")
+        if server or getattr(context, "_weight_sync_schemes", None):
+            self._hears, self._model_id = weakref.WeakMethod(context.update_policy_weights_), model_id
+            self._hears_each = server
+            # A server has this lock from a forward until it has stamped the output.
             self._server_lock = getattr(context, "_model_lock", nullcontext())
-            self._hears, self._hears_each = update, True
-        elif model_id == "policy" and has_versions(context):
-            receiver = weakref.ref(self)
-            FrameStamp(context, lambda: FIRST if (there := receiver()) is None else there._reader.used_version)
+        elif model_id == "policy" and getattr(context, "policy_version_tracker", None) is not None:
+            FrameStamp(context, self._reader)
 
-    def refresh(self, timeout: float | None = 0.0) -> bool:
+    def receive(self, timeout: float | None) -> Any:
         """Move to a newer version. Waits `timeout` seconds for one; None: without limit.
 
-        Is the version another one than at the last call, whichever thread has applied it?
+        Returns the weights, if their version is another one than at the last call, whichever thread has applied it.
         """
-        version = self._reader.applied_version
-        if timeout != 0.0 and version == self._seen:
-            self._reader.wait_version(version + 1, math.inf if timeout is None else timeout)
+        if timeout != 0.0 and self._reader.applied_version == self._seen:
+            with suppress(TimeoutError):
+                self._reader.wait_version(self._seen + 1, math.inf if timeout is None else timeout)
         self._reader.refresh()
         seen, self._seen = self._seen, self._reader.applied_version
-        return seen != self._seen
+        return None if seen == self._seen else self.weights
 
-    def wait(self) -> None:
-        """One slice of the thread's work: wait for a version, and move there. Errors are reported."""
+    def follow_until(self, stop: threading.Event) -> None:
+        """Move to each version, until `stop` or the trainer's end; then the module goes on with what it has."""
         reader = self._reader
-        try:
-            if reader.wait_version_slice(reader.applied_version + 1, int(SLICE * 1e9)):
-                with self._server_lock:
-                    reader.refresh()
-        except Exception as error:
-            if not self._stop.is_set():
-                self._failures.report(error)
-                self._stop.wait(SLICE)
+        while not stop.is_set():
+            try:
+                if reader.wait_version_slice(reader.applied_version + 1, int(SLICE * 1e9)):
+                    with self._server_lock:
+                        reader.refresh()
+            except Exception as error:
+                if not stop.is_set():
+                    self._report(error)
+                    stop.wait(SLICE)
+            if reader.gone:
+                return
 
     def apply(self, weights: Any) -> None:
         """Give the module private weights, until the next version. Raises as WeightStrategy.apply_weights()."""
-        module, strategy = self.module, WeightStrategy()
-        if module is not None:
-            strategy.check_weights(module, weights)
+        if (module := self.module) is not None:
             with self._reader.hold_lock():
                 self.release()
-                strategy.apply_weights(module, weights)
+                WeightStrategy().apply_weights(module, weights)
 
     def close(self) -> None:
         """Leave: the module keeps the weights that it has, as its own. Idempotent."""
-        self._finalizer()
         self._unbind()
         self._reader.close()
 
     def _applied(self, version: int) -> None:
         updates, self._counted = version - self._counted, version
-        if not updates:
-            return  # the one that an arena began with
         try:
             if (module := self.module) is not None:
                 extra_state.set_states(module, self._reader.weights)
             for _ in range(updates if self._hears_each else 1):
-                if self._hears is not None:
-                    self._hears(self._reader.weights)
+                if (update := self._hears()) is not None:
+                    update(model_id=self._model_id, policy_or_weights=self.weights if module is None else module)
         except Exception as error:  # for the trainer, which gets it before the ack, not for the caller of the policy
-            self._failures.report(error)
+            self._report(error)
 
     # ---- the bound module
 
@@ -198,15 +180,11 @@ class Receiver:
 
     def release(self, owners: set[nn.Module] | None = None) -> None:
         """Let bound parameters (of these submodules only) be private until the next version."""
-        with suppress(ShmSyncError), self._reader.hold_lock():
-            bindings = self.bindings()
-            try:
-                with self._reader.read():
-                    for binding in bindings:
-                        binding.release(owners)
-            except ShmSyncError:  # the trainer died while it wrote, so these bytes do not change any more
-                for binding in bindings:
-                    binding.release(owners)
+        with suppress(ShmSyncError), self._reader.hold_lock(), ExitStack() as section:
+            with suppress(ShmSyncError):  # the trainer died while it wrote, so these bytes do not change any more
+                section.enter_context(self._reader.read())
+            for binding in self.bindings():
+                binding.release(owners)
 
     def _unbind(self) -> None:
         """Give the module its own weights and methods back."""
@@ -222,20 +200,14 @@ class Receiver:
 
 
 def _bind(reader: ReadPath, module: nn.Module) -> None:
-    arena = reader.arena
-    absent = [extra_state.KEY] if extra_state.KEY in arena.manifest.by_key else []
-    copies = lies_elsewhere(module, arena.device)
-
-    def bind_guarding(calls: Any) -> None:
-        check = ModuleCheck(arena, reader.name, copies=copies, absent=absent)
-        bind(reader, module, calls, check, clones=True)
-
+    copies = lies_elsewhere(module, reader.arena.device)
+    check = ModuleCheck(reader.arena, reader.name, copies=copies, absent=[extra_state.KEY])
     try:
-        bind_guarding(can_be_called(module))
+        bind(reader, module, can_be_called(module), check, clones=True)
     except ProtocolError:  # perhaps a method that cannot be guarded; collectors call the policy itself
         if type(module).forward is nn.Module.forward:
             raise
-        bind_guarding(["forward"])
+        bind(reader, module, ["forward"], check, clones=True)
     for cover in reader.covers:
         if cover.is_of(module):
             cover.gradients_checked = True  # gradients are the collector's choice, and no reason for a warning
@@ -266,22 +238,3 @@ class _Load(Proxy):
             finally:
                 for binding in bindings:
                     binding.follow(True)
-
-
-def _run(reference: weakref.ref[Receiver], stop: threading.Event) -> None:
-    """The thread of a receiver, which it does not keep alive; a wait lasts a slice."""
-    while not stop.is_set():
-        receiver = reference()
-        if receiver is None:
-            return
-        receiver.wait()
-        if receiver._reader.gone:
-            return  # the trainer has ended, and the module goes on with what it has
-        del receiver
-
-
-def _end(stop: threading.Event, thread: threading.Thread, failures: FailurePipe) -> None:
-    stop.set()
-    if thread is not threading.current_thread():
-        thread.join(1.0)
-    failures.close()

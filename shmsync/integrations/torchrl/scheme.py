@@ -5,15 +5,13 @@ from __future__ import annotations
 import weakref
 from typing import Any, Literal
 
-from tensordict import TensorDictBase
 from torchrl.weight_update import weight_sync_schemes as _torchrl
 
-from ... import _native
 from ...engine.deadlines import timeout_or_default, timeout_or_none
 from ...engine.source.dtypes import Dtypes, check_dtypes
 from ...errors import ClosedError, ProtocolError
+from ...memory.process import close_in_children
 from ...schemes.devices import DeviceChoice, device_names
-from ...schemes.strategy import WeightStrategy, has_dotted_keys
 from .receiver import Receiver
 from .sender import Sender
 from .weights import first_weights, resolve
@@ -22,7 +20,6 @@ NOT_DISTRIBUTED = (
     "ShmWeightSyncScheme shares memory with the processes that MultiSyncCollector and MultiAsyncCollector start; a {} "
     "takes RayWeightSyncScheme(), RPCWeightSyncScheme() or DistributedWeightSyncScheme() of torchrl.weight_update"
 )
-_FRESH = "give each collector its own scheme: a new one, or a copy, pickle.loads(pickle.dumps(scheme))"
 
 
 class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
@@ -80,23 +77,11 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         self.strict = strict
         self._invitation: tuple[str, dict[int, str]] | None = None  # the trainer's address, arena names by worker
 
-    # Not in __init__: an unpickled scheme starts with these.
+    # Not in __init__: one that refuses its arguments is collected too, and shut down then.
     _sender: Sender | None = None
     _receiver: Receiver | None = None
-    _generation = -1  # of the process that is the trainer
-    _shut = False
-    _initialized_on_sender: bool  # TorchRL's
 
     # The trainer
-
-    @property
-    def initialized_on_sender(self) -> bool:
-        """Is this the trainer? A forked worker inherits the trainer's scheme, but is not the trainer."""
-        return self._initialized_on_sender and self._generation == _native.fork_generation()
-
-    def _check_open(self) -> None:
-        if self._shut:
-            raise ClosedError(f"this ShmWeightSyncScheme was shut down; {_FRESH}")
 
     def _init_on_sender_impl(
         self, *, model_id: str | None = None, context: Any = None, ctx: Any = None, **given: Any
@@ -105,7 +90,6 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
 
         Raises ProtocolError for a collector of one process, and for one over Ray, RPC or torch.distributed.
         """
-        self._check_open()
         if any(kind.__module__.startswith("torchrl.collectors.distributed") for kind in type(context).__mro__):
             raise ProtocolError(NOT_DISTRIBUTED.format(type(context).__name__))
         if context is not None and getattr(context, "num_workers", None) is None:
@@ -113,20 +97,18 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
                 f"a {type(context).__name__} of one process is its own worker: leave weight_sync_schemes= out, its "
                 "update_policy_weights_() needs none. weight_recv_schemes= takes a scheme that another process sends to"
             )
-        self._generation = _native.fork_generation()
-        self.model_id = model_id
-        self.context = context
-        if self._sender is not None:
-            self._sender.close()
+        close_in_children(self, lambda scheme: scheme.__setstate__(scheme.__getstate__()))  # there it is as if pickled
+        self.model_id, self.context = model_id, context
         first = first_weights(model_id=model_id, context=context, **given)
         self.per_worker_weights = self.per_worker_weights or first.apart
         self._sender = Sender(
             model_id or "policy",
             first,
-            device_names(self.device, len(first.sources)),
+            self.device,
             apart=self.per_worker_weights,
             options={"slots": self.slots, "timeout": self.timeout, "dtype": self.dtype},
             strict=self.strict,
+            strategy=self._strategy,
             context=self._context_ref,
         )
         self._invitation = self._sender.failures.address, self._sender.names
@@ -135,11 +117,18 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         self, *, worker_idx: int | None = None, weights: Any | None = None
     ) -> None:
         """Make the arenas, and wait for no worker: workers find them by name."""
-        self._check_open()
-        assert self._sender is not None
-        self._sender.open(self._prepared)
+        sender = self._open_sender()
+        sender.open()
         if weights is not None:
-            self._send(weights, None, wait=False, timeout=None)
+            sender.send(weights, None, wait=False)
+
+    def _open_sender(self) -> Sender:
+        if self._sender is None:
+            raise ClosedError(
+                "this ShmWeightSyncScheme was shut down; give each collector its own scheme: a new one, or a copy, "
+                "pickle.loads(pickle.dumps(scheme))"
+            )
+        return self._sender
 
     def send(self, weights: Any = None, worker_ids: Any = None, *, timeout: float | None = None) -> int:
         """Publish weights, and (with sync) wait until the workers have applied them. Returns the newest version.
@@ -154,26 +143,11 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         Raises as the class says; RuntimeError before init_on_sender() and connect(); ValueError for unknown workers,
         and for an update of some of the workers that share their weights.
         """
-        timeout = timeout_or_none(timeout)
-        self._check_open()
         if not self.initialized_on_sender:
             raise RuntimeError("Must be initialized on sender before sending weights: call init_on_sender()")
         if not self.synchronized_on_sender:
             raise RuntimeError("Must be synchronized on sender before sending weights: call connect()")
-        return self._send(weights, worker_ids, wait=self.sync, timeout=timeout)
-
-    def _send(self, weights: Any, worker_ids: Any, *, wait: bool, timeout: float | None) -> int:
-        model_id, sender = self._model_id or "policy", self._sender
-        assert sender is not None
-        if isinstance(weights, str):
-            weights = super().prepare_weights(weights, model_id, self._strategy, self.context)
-        model = None if sender.first.apart else resolve(self.context, model_id)
-        return sender.send(weights, worker_ids, model, self._prepared, wait=wait, timeout=timeout)
-
-    def _prepared(self, weights: Any) -> Any:
-        if self.strategy_str == "state_dict" and hasattr(weights, "merge_and_unload"):
-            return self._strategy.extract_weights(weights)
-        return dict(weights.items()) if isinstance(weights, TensorDictBase) and has_dotted_keys(weights) else weights
+        return self._open_sender().send(weights, worker_ids, wait=self.sync, timeout=timeout_or_none(timeout))
 
     # A worker
 
@@ -184,11 +158,8 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         if context is not None:
             model = resolve(context, model_id or "policy") if model is None else model
             worker_idx = getattr(context, "worker_idx", None) if worker_idx is None else worker_idx
-        self._receiver = None
+            self.context = context  # else one that was set before stays, as an InferenceServer does it
         self.model_id = model_id
-        if context is not None or self._initialized_on_sender:
-            self.context = context  # one that was set before stays, as an InferenceServer does it; a fork's is replaced
-        self._initialized_on_sender = self._synchronized_on_sender = False  # inherited by a fork
         self._model_ref = None if model is None else weakref.ref(model)
         self.worker_idx = worker_idx
 
@@ -205,41 +176,32 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             worker = next(iter(names))
         if worker not in names:
             raise RuntimeError(f"worker_idx is {worker}, but the trainer expects workers {sorted(names)}")
-        model = self.model
-        receiver = Receiver(address, names[worker], worker, model)
-        self._receiver = receiver
-        receiver.follow(self.context, self._model_id or "policy")
+        self._receiver = Receiver(address, names[worker], worker, self.model)
+        self._receiver.follow(self.context, self._model_id or "policy")
+        self._start_background_receiver()
+
+    def _background_receive_loop(self) -> None:
+        """TorchRL's thread: apply what comes while no forward begins, so that the trainer gets its ack."""
+        assert self._receiver is not None and self._stop_event is not None
+        self._receiver.follow_until(self._stop_event)
 
     def receive(self, timeout: float | None = 0.0) -> Any:
         """Apply newer weights now, if there are any, and return them, or None. A collector needs no such call.
 
         Waits `timeout` seconds for newer ones; None: without limit. Raises RuntimeError before connect().
         """
-        timeout = timeout_or_none(timeout)
-        if not self.initialized_on_receiver or not self.synchronized_on_receiver or self._receiver is None:
-            raise RuntimeError(
-                "Must be initialized and synchronized on receiver before receiving weights: call connect()"
-            )
-        try:
-            return self._receiver.weights if self._receiver.refresh(timeout) else None
-        except TimeoutError:
-            return None
+        if self._receiver is None:
+            raise RuntimeError("Must be initialized on receiver before receiving weights: call connect()")
+        return self._receiver.receive(timeout_or_none(timeout))
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Give this worker's model private weights, until the next update. ValueError for inplace=False."""
-        if not inplace:
-            raise ValueError(
-                "inplace=False would put other tensors in the place of those that updates write to; leave it out, the "
-                "values are the model's own until the next update"
-            )
-        if not self.initialized_on_receiver:
-            raise RuntimeError("apply_weights() is called on the receiver, after init_on_receiver()")
-        if self.model is None:
-            raise ValueError("No model registered: give init_on_receiver() a model=, or set scheme.model")
+        """Give this worker's model private weights, until the next update. It keeps its Parameter objects in any case.
+
+        Raises RuntimeError before connect().
+        """
         if self._receiver is None:
-            WeightStrategy().apply_weights(self.model, weights)
-        else:
-            self._receiver.apply(weights)
+            raise RuntimeError("apply_weights() is called on the receiver, after connect()")
+        self._receiver.apply(weights)
 
     @_torchrl.WeightSyncScheme.model.setter
     def model(self, model: Any) -> None:
@@ -272,15 +234,12 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
 
     def shutdown(self) -> None:
         """End the arenas; in a worker, leave them: the model keeps its weights. Idempotent; runs when collected too."""
-        sender, receiver = self._sender, self._receiver
-        self._shut = self._shut or getattr(self, "_initialized_on_sender", False)  # unset: __init__ refused
-        if receiver is not None:
-            receiver.close()
-        if sender is not None:
-            sender.close()
-        self._sender = self._receiver = None  # not before: a call that raised WriterBusy can be made again
         super().shutdown()
+        if self._receiver is not None:
+            self._receiver.close()
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = self._receiver = None  # not before: a call that raised WriterBusy can be made again
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        return state | {"_sender": None, "_receiver": None, "_shut": False}  # they stay here
+        return super().__getstate__() | {"_sender": None, "_receiver": None}  # they stay here

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -13,27 +12,14 @@ from torchrl.weight_update.utils import _resolve_model
 
 from ...schemes.devices import HOST, device_of_arena
 from ...schemes.strategy import WeightStrategy
-from . import extra_state
 
 
 class First(NamedTuple):
     """What the workers start with."""
 
-    sources: dict[int, Any]  # by worker: a module or a TensorDict; workers with the same object share weights
-    devices: Mapping[int, Any] = MappingProxyType({})  # of each worker's policy, where it is known
+    sources: Callable[[], dict[int, Any]]  # by worker, with the values of now; workers with the same object share them
+    devices: Mapping[int, Any]  # of each worker's policy, where it is known
     apart: bool = False  # each worker has its own weights
-    mapped: Callable[[], dict[int, Any]] | None = None  # makes `sources`, with the values of the moment
-
-    def again(self) -> dict[int, Any]:
-        """`sources` again, with the values that they have now."""
-        return self.sources if self.mapped is None else self.mapped()
-
-    def place(self, worker: int) -> str:
-        """Where the worker's arena lies if nothing was said: where its policy is, if an arena can lie there."""
-        if self.devices.get(worker) is not None:
-            return device_of_arena(self.devices[worker])
-        found = {str(tensor.device) for tensor in tensors_of(self.sources[worker])}
-        return device_of_arena(found.pop()) if len(found) == 1 else HOST
 
 
 def first_weights(
@@ -62,7 +48,8 @@ def first_weights(
     if params_map is not None:
         if not all(isinstance(worker, int) and isinstance(td, TensorDictBase) for worker, td in params_map.items()):
             raise ValueError("params_map must be a dict of worker index to TensorDict")
-        return First(dict(params_map))
+        by_worker = dict(params_map)
+        return First(lambda: by_worker, {})
     if context is not None:
         return _from_context(model_id or "policy", context)
     source = weights if model is None else _module(model, model_id)
@@ -72,13 +59,14 @@ def first_weights(
             tensors = WeightStrategy().extract_weights(source) if isinstance(source, nn.Module) else source
             return {worker: device_map_fn(worker, tensors) for worker in range(num_workers)}
 
-        return First(mapped(), mapped=mapped)
+        return First(mapped, {})
     if devices is None or num_workers not in (None, len(devices)):
         raise ValueError(
             "model or weights need devices=, one for each worker, or device_map_fn= with num_workers=; given: "
             f"devices={devices}, num_workers={num_workers}"
         )
-    return First(dict.fromkeys(range(len(devices)), source), dict(enumerate(devices)))
+    places = dict(enumerate(devices))
+    return First(lambda: dict.fromkeys(places, source), places)
 
 
 def _from_context(model_id: str, context: Any) -> First:
@@ -89,14 +77,26 @@ def _from_context(model_id: str, context: Any) -> First:
         if any(factory is not factories[0] for factory in factories):
             models = {worker: factory() for worker, factory in enumerate(factories) if factory is not None}
             own = {worker: each for worker, each in models.items() if isinstance(each, nn.Module)}
-            return First(own, devices, apart=True)
+            return First(lambda: own, devices, apart=True)
         model = factories[0]()
     if model is None:
         raise ValueError(
             f"the collector has no {model_id!r} in this process; give the scheme its weights before making the "
             f"collector: scheme.init_on_sender(model_id={model_id!r}, model=..., devices=[...])"
         )
-    return First(dict.fromkeys(range(context.num_workers), _module(model, model_id)), devices)
+    shared = dict.fromkeys(range(context.num_workers), _module(model, model_id))
+    return First(lambda: shared, devices)
+
+
+def place_of(source: Any, device: Any) -> str:
+    """Where an arena lies if nothing was said: where its workers' policies are, if that is known and it can lie there.
+
+    Else where these weights are.
+    """
+    if device is None:
+        found = {tensor.device for tensor in tensors_of(source)}
+        device = found.pop() if len(found) == 1 else HOST
+    return device_of_arena(device)
 
 
 def resolve(context: Any, model_id: str) -> Any:
@@ -125,12 +125,6 @@ def tensors_of(weights: Any) -> Iterator[torch.Tensor]:
     elif isinstance(weights, (TensorDictBase, Mapping)):
         values: Any = weights.values(True, True) if isinstance(weights, TensorDictBase) else weights.values()
         yield from (value for value in values if isinstance(value, torch.Tensor))
-
-
-def values_of(weights: Any) -> dict[str, torch.Tensor]:
-    """The tensors by dotted key; extra state is one of them."""
-    tensors, states = extra_state.separate(weights)
-    return extra_state.flat(tensors) if states is None else extra_state.together(tensors, states)
 
 
 def same_memory(weights: Any, own: Any) -> bool:

@@ -17,12 +17,12 @@ from support.processes import alive, segments
 from support.torchrl import children, parts
 from support.torchrl.environments import Critic, Steps
 from support.torchrl.parts import ask, tags
-from support.torchrl.policies import Tagged, seen, thread_names
+from support.torchrl.policies import Tagged, receiving_threads, seen
 
 
 def fork_and_join():
     """The exit code of a child that ends as Python programs do."""
-    child = multiprocessing.get_context("fork").Process(target=thread_names)
+    child = multiprocessing.get_context("fork").Process(target=receiving_threads)
     child.start()
     child.join()
     return child.exitcode
@@ -52,7 +52,7 @@ def life_of(collecting, policy):
     assert tags(collecting) == [2, 4]
     collecting.update_policy_weights_(Tagged(5))
     models = len(collecting._weight_sync_schemes)
-    assert all(names.count("shmsync") == models for names in ask(collecting, "env.call", thread_names))
+    assert ask(collecting, "env.call", receiving_threads) == [models] * 2
     batch = next(iter(collecting))
     assert (seen(batch) == 5).all()
     assert set(batch["policy_version"].unique().tolist()) <= {2, 3}  # worker 1 had one update more

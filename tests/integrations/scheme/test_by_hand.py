@@ -46,7 +46,7 @@ def receiver():
     yield make
     for scheme in made:
         scheme.shutdown()
-    until(lambda: "shmsync" not in policies.thread_names())  # it ends when no receiver is left
+    until(lambda: policies.receiving_threads() == 0)  # it ends when no receiver is left
 
 
 @pytest.mark.skipif(torchrl.__version__.startswith("0.13"), reason="TorchRL 0.13 has no registry")
