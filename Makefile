@@ -38,7 +38,7 @@ planted-faults: $(STAMP)
 # in shared memory and the collector.
 DEVICE ?= simulated
 SCHEMES_ON_DEVICES := $(wildcard $(addprefix tests/conformance/,\
-  $(addprefix sends/test_,cast.py partial.py receive.py refused.py send.py) \
+  $(addprefix sends/test_,cast.py partial.py receive.py send.py) \
   $(addprefix trouble/test_,death.py own_loop.py messages.py threads.py)))
 test-device: $(STAMP)
 	export SHMSYNC_TEST_DEVICE=$(DEVICE) && $(PYTEST) -n $(JOBS) $(abspath tests/engine tests/unit/source/test_layouts.py) $(ARGS)

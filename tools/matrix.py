@@ -1,10 +1,10 @@
 """Runs the tests of unit/ and engine/ under other versions of Python and torch, each in a separate environment.
 
-    python tools/matrix.py --python python3.12 python3.13 --torch 2.13.0 2.6.0 --docs docs/compatibility.md
+    python tools/matrix.py --python python3.12 python3.13 --torch 2.13.0 2.6.0
 
 The environments lie in build/matrix and are used again. pip takes the torch that its configuration offers: without one
 for processors alone that is the build with CUDA, of several gigabytes for each Python. A version that cannot be had, or
-built for, is a row too. With --docs the table takes the place of the one between the marks of that page.
+built for, is a row too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PLACE = ROOT / "build" / "matrix"
-BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
 NEEDED = ["numpy", "pytest", "pytest-timeout", "pytest-xdist"]
 VERSIONS = (
     "import platform, torch, tensordict; print(platform.python_version(), torch.__version__, tensordict.__version__)"
@@ -79,15 +78,10 @@ def main() -> None:
     parser.add_argument("--python", nargs="+", default=[f"python3.{minor}" for minor in range(10, 15)])
     parser.add_argument("--torch", nargs="+", default=["2.13.0"])
     parser.add_argument("--tests", nargs="+", default=["tests/unit", "tests/engine"])
-    parser.add_argument("--docs", type=Path, default=None, help="a page that gets the table, between its marks")
     given = parser.parse_args()
     source = clean_copy()
     rows = [tried(python, torch, source, given.tests) for python in given.python for torch in given.torch]
-    text = table(rows, given.tests)
-    print(text)
-    if given.docs is not None:
-        before, _, rest = given.docs.read_text().partition(BEGIN)
-        given.docs.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+    print(table(rows, given.tests))
 
 
 if __name__ == "__main__":

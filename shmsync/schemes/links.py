@@ -157,7 +157,6 @@ class Link(Pipe):
         if owner and owner != self.owner:
             self.owner = owner
             if self.peer is None:
-            if self.peer is None:
                 self.peer = Peer(owner=owner)
         tag = tag or self._oldest(word)
         if tag is None or (tag not in self.unanswered and tag[1] > self.highest.get(tag[0], 0)):

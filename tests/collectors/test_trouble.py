@@ -94,7 +94,7 @@ def test_a_batch_that_was_waited_for_too_briefly_comes_whole_later(collector):
 
 
 def test_dead_workers_are_restarted_and_late_ones_named(collector):
-    scheme = SharedMemWeightSyncScheme(timeout=5.0)
+    scheme = SharedMemWeightSyncScheme(timeout=2.0)
     batches = collector(Counting, Constant(), restart_workers=True, weight_sync_scheme=scheme)
     next(batches)
     killed, stopped = (batches._members[index].process.pid for index in (0, 1))

@@ -8,7 +8,10 @@ import torch
 
 import shmsync
 
-pytest.importorskip("stable_baselines3")
+
+@pytest.fixture(autouse=True)
+def stable_baselines3():
+    pytest.importorskip("stable_baselines3")  # not for each process that collects tests
 
 
 @pytest.mark.parametrize("form", ["policy", "with statistics", "with a dict of them"])

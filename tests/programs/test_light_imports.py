@@ -1,7 +1,4 @@
-"""The commands that look at arenas, and `import shmsync`, import no torch; a worker imports torch, but no tensordict.
-
-tensordict brings torch._dynamo and sympy, and with them takes as long to import as torch.
-"""
+"""The commands that look at arenas, and `import shmsync`, import no torch. Trainers and workers: test_quickstart.py."""
 
 from __future__ import annotations
 
@@ -42,40 +39,6 @@ def test_what_needs_no_torch_imports_none():
     handle = f"pickle.loads({pickle.dumps(shmsync.Handle('policy', b'1'))!r}).session"
     light = f"import pickle, shmsync; from shmsync import AckTimeout, ReadSection; dir(shmsync); {handle}"
     assert imported("-c", light) & HEAVY == set()
-
-
-TRAINER = """
-import multiprocessing, sys
-import torch
-from shmsync import Publisher, Subscriber, Workers
-
-def found():
-    return sorted({"tensordict", "torch._dynamo", "sympy"} & sys.modules.keys())
-
-def work(sub, queue):
-    net, x = sub.bind(torch.nn.Linear(3, 2)), torch.ones(3)
-    with torch.no_grad():
-        net(x)
-        next(sub.versions())
-    sub.state_dict(), sub.stats()
-    queue.put(found())
-
-if __name__ == "__main__":
-    net = torch.nn.Linear(3, 2)
-    queue = multiprocessing.get_context("forkserver").SimpleQueue()
-    with Publisher(net) as pub, Workers(pub, work, 2, args=[queue]):
-        pub.publish(wait=True), pub.publish(net.state_dict()), pub.state_dict()
-        assert (queue.get(), queue.get(), found()) == ([], [], [])
-    with Publisher(net) as pub, Subscriber(pub.handle) as sub, sub.read() as section:
-        assert "tensordict" in sys.modules  # before the section pins
-        assert section.numpy()["weight"].tolist() == net.weight.tolist()
-"""
-
-
-def test_workers_that_call_their_module_and_their_trainer_import_no_tensordict(tmp_path):
-    (tmp_path / "trainer.py").write_text(TRAINER)
-    done = subprocess.run([sys.executable, tmp_path / "trainer.py"], capture_output=True, text=True, cwd="/")
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_missing_package_is_one_line_that_names_its_extra():

@@ -14,9 +14,6 @@ import pytest
 
 from support.programs.pages import File, same, steps
 
-pytest.importorskip("ipykernel", reason="notebooks need ipykernel, which shmsync[guides] brings")
-jupyter_client = pytest.importorskip("jupyter_client", reason="notebooks need jupyter_client, which ipykernel brings")
-
 ROOT = Path(__file__).parents[2]
 BLOCKS = {each.name: each.text for each in steps(ROOT / "docs/guides/notebooks.md") if isinstance(each, File)}
 TUTORIAL = (ROOT / "examples/tutorial.ipynb").read_text()
@@ -26,6 +23,8 @@ class Notebook:
     """A kernel in an empty directory."""
 
     def __init__(self, directory):
+        import jupyter_client
+
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
         self.manager = jupyter_client.KernelManager(kernel_name="python3")
@@ -78,6 +77,7 @@ class Notebook:
 
 @pytest.fixture
 def notebook(tmp_path):
+    pytest.importorskip("ipykernel", reason="notebooks need ipykernel, which shmsync[guides] brings")
     opened = Notebook(tmp_path)
     yield opened
     opened.end()

@@ -88,7 +88,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path, method, when):
 
 
 def test_a_killed_trainer_takes_its_waiting_workers_along(tmp_path):
-    (tmp_path / "program.py").write_text(COMMON + INTERRUPTED.replace("METHOD", "'forkserver'"))
+    (tmp_path / "program.py").write_text(COMMON + INTERRUPTED.replace("METHOD", "'fork'"))
     with started(tmp_path) as run:
         until(lambda: len([each for each in tmp_path.glob("worker-*") if each.read_text()]) == 2)
         workers = [int(each.read_text()) for each in tmp_path.glob("worker-*")]

@@ -54,12 +54,6 @@ def deaf(sub, ready):
         time.sleep(3600)
 
 
-def attach_more(sub):
-    """Two more subscribers of the same process, and then nothing: the trainer terminates it."""
-    others = [shmsync.Subscriber(sub.name), shmsync.Subscriber(sub.name, worker=7)]
-    never_returns(others)
-
-
 @pytest.mark.parametrize("method", ["forkserver", "fork"])  # spawn: test_programs.py
 def test_workers_are_attached_on_entry_apply_each_version_and_end_on_leaving(method):
     answers = queue(method)
@@ -221,11 +215,3 @@ def test_workers_without_a_with(pub):
     pub.publish(stamped(4), wait=True)  # these workers have ended, and others need not follow
     with workers:
         assert workers.alive == [0, 1]
-
-
-def test_every_row_of_an_ended_worker_is_freed_and_no_other(pub):
-    with shmsync.Workers(pub, attach_more, 1) as workers, shmsync.Subscriber(pub.handle, worker=5):
-        until(lambda: sorted(reader.worker or 0 for reader in pub.readers()) == [0, 0, 5, 7])
-        workers._timeout = 0.1
-    assert [reader.worker for reader in pub.readers()] == []  # the Subscriber above has closed its own row
-    pub.publish(stamped(2), wait=True)

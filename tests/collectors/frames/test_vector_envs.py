@@ -168,18 +168,6 @@ def test_one_that_resets_in_a_step_of_its_own_leaves_no_such_step_in_the_batch(c
         assert torch.equal(now[1:][inside], torch.where(done[:-1], 0.0, after[:-1])[inside])
 
 
-def test_gymnasiums_own_vectorised_cartpole(collector):
-    def make():
-        return gymnasium.make_vec("CartPole-v1", 4, vectorization_mode="vector_entry_point")
-
-    batch = next(collector(make, Policy(), seed=5, frames_per_batch=400))
-    assert batch.batch_size == (8, 50)
-    before, after, done = batch["observation"], batch["next", "observation"], batch["next", "done"][..., 0]
-    assert torch.equal(before[:, 1:][~done[:, :-1]], after[:, :-1][~done[:, :-1]])
-    assert done.any() and (before[:, 1:][done[:, :-1]].abs() <= 0.05).all()  # an episode begins near 0
-    assert (batch["next", "reward"] == 1).all()
-
-
 CHANGES = [  # of what its step() returns
     (lambda *found: (*found[:-1], {}), "final_obs"),
     (lambda observation, *rest: (observation[1:], *rest), r"shape \(1, 1\) but .* \(2, 1\)"),

@@ -1,13 +1,10 @@
 """Differences from TorchRL's API that no other test is about; docs/coming-from-torchrl.md has a row for each."""
 
 import pytest
-from torch import nn
 
 from shmsync.schemes import (
-    MPTransport,
     MultiProcessWeightSyncScheme,
     RPCTransport,
-    SharedMemWeightSyncScheme,
     WeightStrategy,
     WeightSyncScheme,
 )
@@ -20,12 +17,6 @@ def test_strategy_of_a_scheme_is_the_name_of_a_form(scheme):
     assert scheme.strategy in ("state_dict", "tensordict")
     made = scheme.make_strategy()
     assert isinstance(made, WeightStrategy) and made.extract_as == scheme.strategy
-
-
-@pytest.mark.parametrize("kind", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
-def test_pipes_have_no_sync(kind):
-    with pytest.raises(TypeError, match="sync"):
-        kind(sync=False)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -46,15 +37,6 @@ def test_nothing_is_applied_behind_the_workers_back(rig_of):
     assert rig.stamps() == [1, 1]
 
 
-def test_adapters_are_not_merged():
-    class Adapted(nn.Linear):
-        def merge_and_unload(self):
-            raise AssertionError("nobody asked for it")
-
-    net = Adapted(2, 2)
-    assert WeightStrategy("state_dict").extract_weights(net).keys() == {"weight", "bias"}
-
-
 def test_receiver_refuses_weights_of_another_model(rig_of):
     rig = rig_of(BoxRig, BoxScheme)
     rig.pipes[0].letters.append(("env.value_net", Stamped(1).state_dict()))
@@ -72,11 +54,6 @@ def test_registering_an_index_again_replaces_the_worker(kind):
         first, _ = rig.addresses()["pipes"]
         rig.sender.register_worker(1, first)
         assert rig.sender.worker_ids == [0, 1]
-
-
-def test_pipe_is_what_a_transport_is_made_of():
-    with pytest.raises(TypeError):
-        MPTransport(weight_queue=None, ack_queue=None)
 
 
 def test_newer_spelling(pipe):

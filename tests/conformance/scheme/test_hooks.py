@@ -46,26 +46,3 @@ def test_receiver_is_set_up_through_its_hooks(make, hook):
         assert [args[0] for _, args, _ in calls] == rig.nets
     rig.deliver(Stamped(1))
     assert rig.stamps() == [1, 1]
-
-
-# ---- a transport with two methods
-
-
-@pytest.mark.parametrize("kind", ["own"], indirect=True)
-@pytest.mark.parametrize("strategy", ["state_dict", "tensordict"])
-def test_two_methods_are_enough_for_sender_and_receiver(make, strategy):
-    rig = make(strategy=strategy)
-    assert rig.receivers[0].receive() is False
-    assert [rig.sender.send(Stamped(value)) for value in (1, 2)] == [1, 2]
-    assert [rig.receivers[0].receive() for _ in range(2)] == [True, True]
-    rig.receive()
-    assert rig.stamps() == [2, 1]
-    assert rig.sender.send_async(Stamped(3), 0) == rig.sender.wait_async() == 3
-    rig.receive()
-    assert rig.stamps() == [3, 2]
-    assert rig.receivers[1].receive() is False  # the last one was for the other worker
-    with pytest.raises(RuntimeError, match="no send is pending"):
-        rig.sender.wait_async()
-    rig.sender.send_async(Stamped(4))
-    with pytest.raises(RuntimeError, match=r"wait_async\(\) first"):
-        rig.sender.send(Stamped(4))

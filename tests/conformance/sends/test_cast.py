@@ -5,7 +5,6 @@ import torch
 from tensordict import TensorDict
 
 from shmsync.errors import ManifestMismatch
-from shmsync.schemes import WeightStrategy
 from support.conformance.nets import Stamped
 from support.conformance.rigs import rigs
 
@@ -73,18 +72,3 @@ def test_without_a_cast_another_dtype_is_refused_by_name(make):
         rig.deliver(trainer())
     for net in rig.nets:
         assert not net.layer.weight.any()
-
-
-# ---- WeightStrategy
-
-
-@pytest.mark.parametrize("extract_as", ["state_dict", "tensordict"])
-@pytest.mark.parametrize("form", FORMS)
-def test_strategy_casts_what_it_extracts(form, extract_as):
-    weights = WeightStrategy(extract_as, dtype=torch.bfloat16).extract_weights(FORMS[form](trainer()))
-    flat = dict(TensorDict(weights).flatten_keys(".").items())
-    assert {name: tensor.dtype for name, tensor in flat.items()} == {
-        "layer.weight": torch.bfloat16,
-        "layer.bias": torch.bfloat16,
-        "count": torch.int64,
-    }

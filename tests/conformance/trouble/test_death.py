@@ -128,7 +128,7 @@ def test_stopped_worker_does_not_block_a_send_that_its_pipe_cannot_hold(fleet):
     fleet.workers[1].stop()
     for version in (1, 2):
         with naming(AckTimeout, [1]):
-            sender.send(Stamped(version, LARGE), timeout=5)
+            sender.send(Stamped(version, LARGE), timeout=2)
     assert fleet.stamps(workers=[0, 2]) == [2, 2]
     fleet.workers[1].resume()
     assert sender.send(Stamped(3, LARGE), timeout=LONG) == 3

@@ -76,16 +76,6 @@ def test_mp_message_is_read_by_a_plain_recv_and_answered_by_a_plain_pair(fleet):
 
 
 @multi_process
-def test_mp_answer_in_another_word_is_a_message_of_the_workers_own(fleet):
-    sender, worker = one_worker(fleet)
-    sender.send_async(Stamped(1))
-    worker.call(raw_send, (None, "ready"))
-    with pytest.raises(AckTimeout):
-        sender.wait_async(timeout=0.2)
-    assert MPTransport(fleet.pipes[0]).pending() == [(None, "ready")]
-
-
-@multi_process
 def test_mp_plain_answers_count_for_the_oldest_message(fleet):
     sender, worker = one_worker(fleet)
     sender.send_async(Stamped(1))
@@ -113,14 +103,6 @@ def test_transports_speak_to_each_other(pipe):
     assert sending.is_alive()  # not before the ack
     theirs.send_ack()
     sending.result()
-
-
-def test_transport_sends_and_waits_in_two_steps(pipe):
-    ours, theirs = MPTransport(pipe[0]), MPTransport(pipe[1])
-    ours.send_weights_async("policy", Stamped(1).state_dict())
-    assert theirs.receive_weights(timeout=60)[0] == "policy"
-    theirs.send_ack("updated")
-    ours.wait_ack()
 
 
 @pytest.mark.parametrize("wanted", ["loaded", "updated"])

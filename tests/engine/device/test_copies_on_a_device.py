@@ -5,7 +5,6 @@ import time
 import pytest
 import torch
 
-import shmsync
 from support.devices.simulated import value
 
 MADE = {
@@ -54,34 +53,3 @@ def test_memory_that_another_stream_uses_again_is_copied_before(arena, device, s
         assert value(sub) == (version, float(version))
         del again
     assert order == "event" or reused > 0
-
-
-@pytest.mark.parametrize("end", ["commit", "give up"])
-def test_an_update_may_end_on_another_stream_than_it_began(arena, device, end):
-    """What is carried into the slot belongs to the first one, and the version, or the next one, comes behind it."""
-    source = {"t": torch.full((1000,), 1.0), "u": torch.full((1000,), 1.0)}
-    pub, sub = arena(source, 2)
-    for version in (2, 3):
-        source["t"].fill_(version)
-        source["u"].fill_(version)
-        pub.publish(wait=[])
-    first, second = device.stream(), device.stream()
-    gate = device.gate(first)
-    update = pub.update()
-    with device.on(first):
-        weights = update.__enter__()
-    with device.on(second):
-        if end == "commit":
-            weights["t"].fill_(9)
-            update.__exit__(None, None, None)
-        else:
-            update.__exit__(LookupError, LookupError(), None)
-    if end == "give up":
-        with pytest.raises(shmsync.DeviceBusy, match="given up"):
-            pub.publish(timeout=0.1)
-    gate.set()
-    pub.publish({"t": torch.full((1000,), 9.0)}, wait=[])
-    first.record().done.wait()
-    with sub.read() as section:
-        assert set(section.weights["t"].tolist()) == {9.0}
-        assert set(section.weights["u"].tolist()) == {3.0}

@@ -4,15 +4,12 @@ Two simulated devices (support/devices/simulated.py): what they are asked for is
 """
 
 import time
-from contextlib import nullcontext
 
 import pytest
 import torch
 
 import shmsync
-from shmsync.memory import devices
 from support.devices.simulated import Simulated, installed
-from support.jobs.engine import bind_copies
 
 SIZE = (24, 10)
 PLACES = ["cpu", "simulated:0", "simulated:1"]
@@ -166,43 +163,3 @@ def test_a_module_is_adopted_on_a_device(two):
             net.weight.fill_(5)
         assert seen(sub)["weight"] == {5.0}
     assert set(net.weight.flatten().tolist()) == {5.0}
-
-
-@pytest.mark.parametrize(
-    ("arena", "slots", "consistency", "named"),  # by release_after(), or the current stream
-    [("cpu", 1, "pinned", False), ("cpu", 2, "pinned", True), ("simulated:0", 1, "optimistic", True),
-     ("simulated:0", 2, "pinned", False)],
-)  # fmt: skip
-def test_a_private_copy_is_not_overwritten_before_the_kernels_that_read_it_are_done(
-    two, arena, slots, consistency, named
-):
-    device = two["simulated:0"]
-    source = {"weight": torch.full((64, 64), 1.0)}
-    net = torch.nn.Linear(64, 64, bias=False).to(device.torch_device)
-    wrong = []
-    with (
-        shmsync.Publisher(source, device=arena, slots=slots, timeout=60.0) as pub,
-        shmsync.Subscriber(pub.handle, timeout=60.0, consistency=consistency) as sub,
-    ):
-        bind_copies(sub, net, guard=False)
-        copy = net.weight.data
-        assert devices.holding(copy) is device
-        streams = [device.stream() for _ in range(3)]
-
-        def look(version):
-            time.sleep(0.0005)
-            if set(copy.flatten().tolist()) != {float(version)}:
-                wrong.append(version)
-
-        for version in range(2, 40):
-            source["weight"].fill_(version)
-            pub.publish(wait=[])
-            for turn in range(2):
-                stream = streams[(version + turn) % 3]
-                with nullcontext() if named else device.on(stream), sub.read() as section:
-                    device.kernel(lambda shown=section.version: look(shown), stream)
-                    if named:
-                        section.release_after(stream)
-        for stream in streams:
-            stream.record().done.wait()
-    assert wrong == []

@@ -159,17 +159,6 @@ def test_leaves_of_every_kind_cross_also_beside_those_of_the_host(device, slots,
 
 
 @pytest.mark.parametrize("slots", SLOTS)
-def test_where_nothing_can_be_pinned_the_call_waits_for_the_copies(device, pair, slots, caplog):
-    device.pins = False
-    there, pub, sub = pair(slots=slots)
-    assert "at the speed of pageable memory: simulated:0 pins no memory" in caplog.text
-    device.kernel(lambda: there.fill_(2))
-    assert pub.publish() == pub.version == 2
-    assert value(sub) == (2, 2.0)
-    assert len(caplog.records) == 1
-
-
-@pytest.mark.parametrize("slots", SLOTS)
 def test_an_error_between_copy_and_commit_publishes_nothing(device, pair, slots, monkeypatch):
     there, pub, sub = pair(slots=slots)
 
@@ -190,20 +179,6 @@ def test_an_error_between_copy_and_commit_publishes_nothing(device, pair, slots,
             value(sub, timeout=0.05)
     else:
         assert value(sub) == (1, 1.0)
-    assert_next_is_seen(there, pub, sub)
-
-
-@pytest.mark.parametrize("slots", SLOTS)
-def test_a_failure_that_comes_late_takes_the_version_back(device, pair, slots):
-    there, pub, sub = pair(slots=slots)
-    gate = device.gate(device.current())
-    pub.publish()
-    device.fail()
-    gate.set()
-    with pytest.raises(shmsync.DeviceFailed, match="version 2 of arena"):
-        pub.publish()
-    assert (pub.version, sub.latest) == (1, 1)
-    device.failed = None
     assert_next_is_seen(there, pub, sub)
 
 

@@ -28,13 +28,6 @@ net = sub.bind(Net(1))
 with torch.no_grad():
     net[0].weight.add_(1)
 """,
-    "weights after close": """
-sub = shmsync.Subscriber(name)
-kept = sub.weights["0", "weight"]
-sub.close()
-del sub
-kept.fill_(1)
-""",
 }
 
 

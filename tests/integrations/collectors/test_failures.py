@@ -138,7 +138,7 @@ def test_a_worker_that_fails_does_not_keep_the_others_from_applying(collector):
 
 def test_a_stopped_worker_is_late_and_works_again_when_it_goes_on(collector):
     policy = Tagged()
-    collecting = collector(policy, scheme=ShmWeightSyncScheme(timeout=5.0))
+    collecting = collector(policy, scheme=ShmWeightSyncScheme(timeout=2.0))
     stop(collecting, 1)
     policy.set(1)
     with pytest.raises(shmsync.AckTimeout, match=rf"stopped: worker 1 \(pid {pids(collecting)[1]}\)") as caught:

@@ -109,7 +109,7 @@ def test_a_worker_that_never_came_is_late(sender, receiver):
     sender.connect()
     receiver(sender, 0, Tagged())
     with pytest.raises(shmsync.AckTimeout) as caught:
-        sender.send(Tagged(2), timeout=2.0)
+        sender.send(Tagged(2), timeout=0.5)
     assert caught.value.missing == [1]
     late = Tagged()
     receiver(sender, 1, late)

@@ -59,7 +59,7 @@ def test_an_update_that_came_in_a_forward_is_applied_when_it_ends(pair, in_forwa
     both = pair(filled(Held(2, 2), 1), slots=2)
     end = in_forward(both.models[0])
     with pytest.raises(shmsync.AckTimeout) as late:
-        both.sender.send(filled(Held(2, 2), 2), timeout=2.0)
+        both.sender.send(filled(Held(2, 2), 2), timeout=0.5)
     assert late.value.missing == [0]
     assert (both.models[1].weight == 2).all() and (both.models[0].weight == 1).all()
     assert end() == 3

@@ -18,7 +18,7 @@ def test_a_worker_that_leaves_is_late_and_may_come_back(pair):
     both = pair(model)
     both.receivers[0].shutdown()
     with pytest.raises(shmsync.AckTimeout) as gone:
-        both.sender.send(filled(model, 2), timeout=2.0)
+        both.sender.send(filled(model, 2), timeout=0.5)
     assert gone.value.missing == [0]
     assert [w.mean().item() for w in both.weights("0.weight")] == [1, 2]
     again = pickle.loads(pickle.dumps(both.sender))

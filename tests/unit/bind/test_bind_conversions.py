@@ -116,25 +116,6 @@ def test_a_module_that_was_made_in_any_mode(both, made, slots):
         pub.publish()
 
 
-@pytest.mark.parametrize("slots", [1, 3])
-def test_a_trainer_in_inference_mode_publishes(both, slots):
-    with torch.inference_mode():
-        trainer = Net()
-    pub, sub = both(trainer, slots=slots)
-    with torch.inference_mode(), torch.no_grad():
-        step(trainer)
-        pub.publish()
-        if slots == 1:
-            pub.adopt(trainer)
-        with pub.update() as weights:
-            weights["first", "bias"].fill_(3)
-        if slots == 1:
-            assert trainer.first.bias.tolist() == [3] * 4
-    sub.refresh()
-    assert torch.equal(sub.weights["norm", "weight"], trainer.norm.weight)
-    assert sub.weights["first", "bias"].tolist() == [3] * 4
-
-
 @torch.no_grad()
 def test_a_deep_copy_is_private_and_not_guarded(bound):
     trainer, worker, pub, _ = bound(Net, 1)

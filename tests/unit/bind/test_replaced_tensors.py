@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import shmsync
-from support.weights import step
 from support.zoo.kinds import Policy
 
 
@@ -30,21 +29,6 @@ def test_load_state_dict_into_a_bound_module_is_a_typed_error(bound, guard):
     outer.load_state_dict({"other.weight": torch.ones(1, 1)}, strict=False)
     assert outer["other"].weight.item() == 1
     copy.deepcopy(worker).load_state_dict(state)
-
-
-@torch.no_grad()
-def test_other_memory_under_bound_parameters_is_a_typed_error(bound):
-    trainer, worker, pub, sub = bound(lambda: nn.Linear(4, 4))
-    for parameter in worker.parameters():
-        parameter.data = parameter.data.clone()
-    pub.publish()
-    for _ in range(2):
-        with pytest.raises(shmsync.ProtocolError, match=r"convert the module before bind\(\), or bind it again"):
-            worker(torch.ones(1, 4))
-    sub.bind(worker)
-    step(trainer)
-    pub.publish()
-    assert torch.equal(worker(torch.ones(1, 4)), trainer(torch.ones(1, 4)))
 
 
 @torch.no_grad()

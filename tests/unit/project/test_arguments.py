@@ -7,7 +7,6 @@ import inspect
 
 import pytest
 import torch
-from torch import nn
 
 import shmsync
 from shmsync import collectors
@@ -83,16 +82,3 @@ def test_handles_that_are_none(value):
     with pytest.raises(TypeError, match=r"pub\.handle or the arena's name") as error:
         shmsync.Subscriber(value)
     assert type(value).__name__ in str(error.value)
-
-
-def test_a_second_rank_is_told_to_leave_publishing_to_one(publisher, monkeypatch):
-    pub = publisher({"w": torch.ones(1)})
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(shmsync.ArenaExists, match="publish from one rank"):
-        shmsync.Publisher({"w": torch.ones(1)}, name=pub.name)
-
-
-def test_a_name_of_ones_own_is_told_from_anothers(publisher):
-    pub = publisher(nn.Linear(2, 2))
-    with pytest.raises(shmsync.ArenaExists, match="this process"):
-        shmsync.Publisher(nn.Linear(2, 2), name=pub.name)

@@ -11,7 +11,7 @@ import torch
 
 import shmsync
 from support.calls import Call
-from support.processes import PATIENCE, until
+from support.processes import PATIENCE
 
 
 def ended_inside(sub):
@@ -109,26 +109,3 @@ def test_close_waits_for_a_live_thread_and_names_it(publisher, subscriber):
         assert section.version == 1
     sub.close()
     assert pub.readers() == []
-
-
-def test_many_threads_share_one_subscriber(pair):
-    """Each is alone in its section."""
-    pub, sub = pair(timeout=60.0)
-    inside, most = 0, 0
-
-    def work():
-        nonlocal inside, most
-        for _ in range(200):
-            with sub.read(), sub.read():
-                inside += 1
-                most = max(most, inside)
-                inside -= 1
-            sub.refresh()
-
-    calls = [Call(work) for _ in range(8)]
-    while any(call.is_alive() for call in calls):
-        pub.publish()
-    for call in calls:
-        call.result()
-    assert most == 1
-    until(lambda: pub.readers()[0].pinned is None)

@@ -36,8 +36,9 @@ def waits_inside(sub):
         (2, lambda sub: sub.wait_version(9, timeout=for_ever)),
         (2, waits_inside),
         (2, lambda sub: sub.read(version=9, timeout=for_ever).__enter__()),
+        (2, lambda sub: list(sub.versions(timeout=for_ever))),  # no end of the weights
     ],
-    ids=["one slot", "two slots", "inside a section", "for a section"],
+    ids=["one slot", "two slots", "inside a section", "for a section", "in a loop"],
 )
 def test_close_wakes_a_wait_for_a_version(pair, slots, wait):
     _, sub = pair(slots)

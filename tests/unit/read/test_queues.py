@@ -63,10 +63,10 @@ def test_a_queue_gets_a_private_copy(what, publisher, subscriber):
     found.add_(1.0)  # in an arena this is a SIGSEGV
 
 
-def test_arguments_of_a_spawned_process_arrive(publisher):
+def test_arguments_of_a_process_arrive(publisher):
     pub = publisher(Net())
     args = (list(pub.weights.values(True, True)),)
-    child = torch.multiprocessing.get_context("spawn").Process(target=expect_ones, args=args)
+    child = torch.multiprocessing.get_context("forkserver").Process(target=expect_ones, args=args)
     child.start()
     child.join(PATIENCE)
     assert child.exitcode == 0

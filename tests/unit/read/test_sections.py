@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-import shmsync
 from support.weights import put
 
 
@@ -24,14 +23,3 @@ def test_a_pinned_section_keeps_its_version_while_the_publisher_goes_on(pair, sl
         assert not sub.refresh()
     assert sub.refresh()
     assert sub.version == pub.version
-
-
-def test_a_reader_waits_at_the_gate_and_gives_up_at_its_deadline(pair):
-    pub, sub = pair()
-    with pub.update() as weights:
-        weights["t"].fill_(1)
-        with pytest.raises(shmsync.WriterBusy), sub.read(timeout=0.05):
-            pass
-        assert not sub.refresh()
-    with sub.read() as section:
-        assert section.version == 2

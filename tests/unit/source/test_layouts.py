@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -121,24 +119,3 @@ def test_a_bound_module_computes_to_the_bit_what_the_trainers_does(both, slots, 
         for name, tensor in trainer.state_dict().items():
             weights[tuple(name.split("."))].copy_(tensor)
     assert_equal(worker, trainer)
-
-
-def test_adopted_parameters_keep_their_layout(publisher, subscriber):
-    trainer, worker = planes(), planes(False)
-    before = {name: tensor.stride() for name, tensor in trainer.state_dict().items()}
-    pub = publisher(trainer)
-    optimizer = torch.optim.Adam(trainer.parameters(), lr=0.01, fused=True)
-    alone = copy.deepcopy(trainer)
-    others = torch.optim.Adam(alone.parameters(), lr=0.01, fused=True)
-    pub.adopt(trainer, optimizer)
-    sub = subscriber(pub)
-    sub.bind(worker)
-    for _ in range(3):
-        x = trainer.inputs()
-        for module, each in ((trainer, optimizer), (alone, others)):
-            module(x).square().mean().backward()
-            each.step()
-            each.zero_grad()
-        assert {name: tensor.stride() for name, tensor in trainer.state_dict().items()} == before
-        assert_equal(trainer, alone)
-        assert_equal(worker, alone)

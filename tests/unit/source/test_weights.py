@@ -44,18 +44,6 @@ def test_dotted_keys_of_mappings_nest_and_those_of_tensordicts_stay(publisher, s
     assert sub.weights["n", "m"].tolist() == [0, 0]
 
 
-def test_tied_parameters_share_one_place_and_stay_tied(both):
-    module = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
-    module["b"].weight = module["a"].weight
-    _, sub = both(module)
-    assert sub.weights["a", "weight"].data_ptr() == sub.weights["b", "weight"].data_ptr()
-    copy = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
-    copy["b"].weight = copy["a"].weight
-    sub.bind(copy, guard=False)
-    assert copy["b"].weight is copy["a"].weight
-    assert torch.equal(copy["a"].weight, module["a"].weight)
-
-
 @torch.no_grad()
 def test_a_mapping_may_hold_modules_arrays_and_numbers(both):
     """A policy and the statistics of its observations. Each publish reads both; a worker binds the policy alone."""

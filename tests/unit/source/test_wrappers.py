@@ -1,4 +1,4 @@
-"""torch.compile(), DataParallel, DDP and AveragedModel: the same keys as the module inside, on both sides."""
+"""torch.compile(), checkpoints, DDP and AveragedModel: the same keys as the module inside, on both sides."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ WRAPPERS = {
     "compiled": compiled,
     "part compiled": in_part(compiled),
     "part checkpointed": in_part(checkpoint_wrapper),
-    "DataParallel": nn.DataParallel,
     "compiled DDP": lambda module: compiled(nn.parallel.DistributedDataParallel(module)),
     "AveragedModel": AveragedModel,
 }

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
 import pytest
 import torch
 from torch import nn
 
 import shmsync
-from support.calls import Call
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
@@ -100,26 +96,3 @@ def test_a_publish_that_gives_nothing_is_refused(publisher):
         with pytest.raises(shmsync.ManifestMismatch, match="none of the arena's leaves"):
             pub.publish(nothing)
     assert pub.version == 1
-
-
-def test_close_beside_a_publish_of_another_thread(publisher):
-    for _ in range(20):
-        pub = publisher({"w": torch.zeros(1 << 16)})
-        started = threading.Event()
-
-        def train(pub=pub, started=started):
-            while True:
-                pub.publish()
-                started.set()
-                time.sleep(0)  # lets close() come between two publishes
-
-        training = Call(train)
-        started.wait()
-        while True:
-            try:
-                pub.close()
-                break
-            except shmsync.WriterBusy:
-                time.sleep(1e-4)
-        with pytest.raises(shmsync.ClosedError):
-            training.result()

@@ -43,8 +43,8 @@ def test_the_body_of_update_does_not_eat_the_workers_time(publisher, subscriber)
         sub.wait_version(2)
         sub.refresh()
 
-    with pub.update(wait=[0], timeout=2.0):
-        time.sleep(2.1)  # nothing would be left of it
+    with pub.update(wait=[0], timeout=0.5):
+        time.sleep(0.6)  # nothing would be left of it
         worker = Call(apply)
     worker.result()
     assert sub.version == 2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -101,16 +99,6 @@ def test_an_unknown_worker_is_refused_and_nothing_is_sent(collector):
     assert tags(collecting) == [0, 0]
     collecting.update_policy_weights_(Tagged(2))
     assert tags(collecting) == [2, 2]
-
-
-def test_a_copy_of_a_used_scheme_serves_another_collector(collector):
-    scheme = ShmWeightSyncScheme(timeout=20)
-    collecting = collector(Tagged(), scheme=scheme)
-    again = pickle.loads(pickle.dumps(scheme))
-    other = collector(Tagged(), scheme=again)
-    other.update_policy_weights_(Tagged(3))
-    collecting.update_policy_weights_(Tagged(4))
-    assert tags(other) == [3, 3] and tags(collecting) == [4, 4] and again.timeout == 20
 
 
 def test_updates_may_come_from_several_threads(collector):

@@ -39,16 +39,6 @@ def test_a_gpu_that_is_not_visible_is_named(process):
         visible.device(1)
 
 
-def test_a_forked_child_finds_its_gpus_again(process, monkeypatch):
-    process(World())
-    of_the_parent, generation = visible.device(0), _native.fork_generation()
-    assert visible.device(0) is of_the_parent
-    mine = Proxy(World())
-    monkeypatch.setattr(visible, "_native", SimpleNamespace(fork_generation=lambda: generation + 1))
-    monkeypatch.setattr(visible, "system", lambda: (mine, mine.side))
-    assert visible.device(0)._calls is mine
-
-
 def test_without_cuda_the_reason_is_said(monkeypatch):
     visible._used.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", None)
