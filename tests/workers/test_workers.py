@@ -15,7 +15,7 @@ import torch
 import shmsync
 from support.calls import Call
 from support.jobs import workers as jobs
-from support.jobs.workers import never_returns, pids, queue
+from support.jobs.workers import pids, queue
 from support.processes import alive, kill, stop, until, until_waits
 from support.weights import stamped, stamps
 
