@@ -23,7 +23,7 @@ from torch import nn
 from ..engine.deadlines import names_nearest, timeout_or_default, whole
 from ..errors import AckTimeout, ClosedError, WorkerDied
 from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
-from ..schemes.devices import DeviceChoice, device_names
+from ..schemes.devices import HOST, DeviceChoice, device_names
 from ..schemes.strategy import WeightStrategy
 from ..workers.process import wait_for_any
 from . import buffers
@@ -77,9 +77,9 @@ class MultiprocessCollector:
         sync: True: each batch is collected when it is asked for, by all workers, with the newest weights. False:
             workers never stop; each batch is from whichever worker is ready.
         device: where the workers' policies compute: one device for all workers, or a list or tuple with one for each,
-            None for the CPU; by default where the scheme has its weights, else on the CPU. On one device they share one
-            copy of the weights, on several each has its own. Observations are brought to it, and what the policy
-            returns to the host.
+            None for the CPU; by default where the scheme has its weights, else on the CPU. The default scheme puts the
+            weights on it, where it is one; a policy elsewhere than the weights has its own copy. Observations are
+            brought to it, and what the policy returns to the host.
         envs_per_worker: how often a worker calls create_env_fn. All its environments are stepped with one call of the
             policy.
         seed: environments and policies are seeded from it; in sync mode the same seed gives the same frames. None: at
@@ -146,9 +146,12 @@ class MultiprocessCollector:
             device = getattr(weight_sync_scheme, "device", None)
         devices = device_names(device, count_of_workers)
         self.policy = policy
-        self._scheme = scheme = SharedMemWeightSyncScheme() if weight_sync_scheme is None else weight_sync_scheme
-        # Else it gets private copies.
-        bound = isinstance(scheme, SharedMemWeightSyncScheme) and len(set(devices)) < 2
+        places = {each or HOST for each in devices}
+        if weight_sync_scheme is None:
+            weight_sync_scheme = SharedMemWeightSyncScheme(device=devices[0] if len(places) == 1 else None)
+        self._scheme = scheme = weight_sync_scheme
+        # A policy elsewhere than the arena gets private copies.
+        bound = isinstance(scheme, SharedMemWeightSyncScheme) and places == {device_names(scheme.device)[0] or HOST}
         packed = pack(policy, values=not bound)
         self._specs = [
             WorkerSpec(index, cloudpickle.dumps([maker] * count), packed, scheme, devices[index])
@@ -166,7 +169,7 @@ class MultiprocessCollector:
         self._pid = os.getpid()
         self._finalizer = util.Finalize(self, end_all, (self._members, self._opened, scheme), exitpriority=30)
         try:
-            self._start(devices)
+            self._start()
         except BaseException:
             self.shutdown()
             raise
@@ -266,19 +269,16 @@ class MultiprocessCollector:
 
     # ---- the life of the workers
 
-    def _start(self, devices: list[str | None]) -> None:
+    def _start(self) -> None:
         """Start all workers, send them their first weights, and give them their rows of the batches."""
         deadline = time.monotonic() + self._start_timeout
         members = [self._start_process(index) for index in range(len(self._specs))]
-        # On several devices each policy has its own copy, and the arena is the host's.
-        place: dict[str, Any] = {"device": devices[0]} if len(set(devices)) == 1 else {}
         with self._reasons():
             self._scheme.init_on_sender(
                 "policy",
                 pipes=[member.weights for member in members],
                 procs=[member.process for member in members],
                 model=self.policy,
-                **place,
             )
             self._sender = self._scheme.get_sender()
             self._sender.send(timeout=self._start_timeout)
