@@ -20,10 +20,10 @@ case "${1:-}" in
   wheels)
     rm -rf "$PLACE/wheels" && mkdir -p "$PLACE/wheels"
     "$PYTHON" -m pip wheel -q --no-deps --wheel-dir "$PLACE/wheels" .
-    # torch is the machine's own.
-    "$PYTHON" -m pip download -q --no-deps --dest "$PLACE/wheels" tensordict cloudpickle orjson packaging pyvers \
-      importlib_metadata zipp posix_ipc psutil cuda-bindings cuda-pathfinder pytest iniconfig pluggy pygments \
-      pytest-timeout pytest-xdist execnet
+    # torch is the machine's own, and so is numpy, which tensordict needs beside these.
+    "$PYTHON" -m pip download -q --no-deps --dest "$PLACE/wheels" tensordict
+    "$PYTHON" -m pip download -q --dest "$PLACE/wheels" cloudpickle orjson packaging 'pyvers<0.3' importlib_metadata \
+      psutil cuda-bindings 'pytest>=9,<9.1' pytest-timeout pytest-xdist
     ls "$PLACE/wheels"
     exit 0 ;;
   probe | test | measure) ;;
@@ -52,5 +52,5 @@ case "$1" in
   probe) cd / && timeout 590 "$PYTHON" "$OLDPWD/tools/gpu_probe.py" | tee "$PLACE/probe.json" ;;
   test) cd / && timeout 590 "$PYTHON" -m pytest -q -rs -p no:cacheprovider -c "$OLDPWD/pyproject.toml" \
     --rootdir "$OLDPWD" -m '' "$OLDPWD/tests/gpu" "${@:2}" ;;
-  measure) shift && cd bench && timeout 355 "$PYTHON" gpu.py --out "$PLACE" --sections "${@:-the aims}" ;;
+  measure) shift && cd bench && timeout 340 "$PYTHON" gpu.py --out "$PLACE" --sections "${@:-the aims}" ;;
 esac

@@ -1,4 +1,4 @@
-"""Asks a machine with a GPU for the facts that shmsync's device path rests on, and prints them as JSON.
+"""Asks a machine with a GPU for the facts that shmsync's device path rests on, and prints each as a line of JSON.
 
     python tools/gpu_probe.py                 on cuda:0
     python tools/gpu_probe.py --small --device simulated:0      over the tests' device without hardware
@@ -345,8 +345,8 @@ def main() -> None:
     if given.fact is not None:
         print(json.dumps({"value": FACTS[given.fact](Machine(given.device, given.small))}))
         return
-    found = {name: asked(name, given.device, given.small) for name in FACTS}
-    print(json.dumps(found, indent=2))
+    for name in FACTS:
+        print(json.dumps({name: asked(name, given.device, given.small)}), flush=True)
 
 
 if __name__ == "__main__":
