@@ -75,8 +75,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.relative_to(HERE).parts[0] not in ("programs", "zoo"):  # these share nothing
             item.add_marker(pytest.mark.xdist_group(group_of(item)))
-    # Those that take long begin; Ray's cluster of two nodes comes when the other one is not needed any more.
-    items.sort(key=lambda item: (*rank(group_of(item)), item.path.name == "test_two_nodes.py"))
+    items.sort(key=lambda item: rank(group_of(item)))  # those that take long begin
 
 
 def rank(group):

@@ -116,8 +116,8 @@ class Worker:
         self.conn.close()
 
 
-# What the names of shmsync and shmsync.schemes stand for; `import shmsync` alone imports none of it. And pytest, which
-# each process imports that runs a function of a test's file.
+# What the names of shmsync and shmsync.schemes stand for; `import shmsync` alone imports none of it. Pytest, which each
+# process imports that runs a function of a test's file. And the functions that most of them run.
 PRELOADED = [
     "pytest",
     "torch",
@@ -127,6 +127,9 @@ PRELOADED = [
     "shmsync.schemes.none",
     "shmsync.schemes.multiprocess",
     "shmsync.schemes.shared_memory",
+    "support.worker",
+    "support.jobs.engine",
+    "support.conformance.peers",
 ]
 
 

@@ -15,7 +15,7 @@ import torch
 import shmsync
 from support.calls import Call
 from support.jobs import workers as jobs
-from support.jobs.workers import pids, queue
+from support.jobs.workers import never_returns, pids, queue
 from support.processes import alive, kill, stop, until, until_waits
 from support.weights import stamped, stamps
 
@@ -52,6 +52,12 @@ def deaf(sub, ready):
     ready.set()
     while True:
         time.sleep(3600)
+
+
+def attach_more(sub):
+    """Two more subscribers of the same process, and then nothing: the trainer terminates it."""
+    others = [shmsync.Subscriber(sub.name), shmsync.Subscriber(sub.name, worker=7)]
+    never_returns(others)
 
 
 @pytest.mark.parametrize("method", ["forkserver", "fork"])  # spawn: test_programs.py
@@ -215,3 +221,11 @@ def test_workers_without_a_with(pub):
     pub.publish(stamped(4), wait=True)  # these workers have ended, and others need not follow
     with workers:
         assert workers.alive == [0, 1]
+
+
+def test_every_row_of_an_ended_worker_is_freed_and_no_other(pub):
+    with shmsync.Workers(pub, attach_more, 1) as workers, shmsync.Subscriber(pub.handle, worker=5):
+        until(lambda: sorted(reader.worker or 0 for reader in pub.readers()) == [0, 0, 5, 7])
+        workers._timeout = 0.1
+    assert [reader.worker for reader in pub.readers()] == []  # the Subscriber above has closed its own row
+    pub.publish(stamped(2), wait=True)

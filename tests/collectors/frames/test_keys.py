@@ -15,15 +15,6 @@ from support.environments.basic import BYTES, Constant, Counting, Odd, Other
 ONE = {"num_workers": 1, "frames_per_batch": 40}
 
 
-@pytest.mark.parametrize(
-    ("space", "named"),
-    [(spaces.Dict({0: BYTES, 1: BYTES}), "the key 0"), (spaces.Dict({"a": spaces.Dict({"": BYTES})}), "the key ''")],
-)
-def test_a_dict_space_whose_keys_a_batch_cannot_have_is_refused_by_name(collector, space, named):
-    with pytest.raises(shmsync.DataMismatch, match=named):
-        collector(functools.partial(Odd, space), Constant(), **ONE)
-
-
 @pytest.mark.parametrize("which", ["space", "action"])
 def test_a_space_without_a_form_is_refused_when_the_collector_is_made(collector, which):
     env = functools.partial(Odd, **{"space": BYTES, which: spaces.Tuple(())}, reset=np.zeros(3, np.uint8))
@@ -34,9 +25,3 @@ def test_a_space_without_a_form_is_refused_when_the_collector_is_made(collector,
 def test_a_key_that_the_policy_returns_later_only_is_refused(collector):
     with pytest.raises(shmsync.DataMismatch, match="'more', which .* first"):
         next(collector(Counting, Other({"more": torch.zeros(1)}, 7), **ONE))
-
-
-@pytest.mark.parametrize("after", [0, 3])
-def test_a_key_of_the_policy_that_is_no_word_is_refused(collector, after):
-    with pytest.raises(shmsync.DataMismatch, match="3"):
-        next(collector(Counting, Other({("a", 3): torch.zeros(1)}, after), **ONE))

@@ -50,17 +50,3 @@ def test_unrelated_attribute_of_the_context_is_never_sent(make):
     context._fallback_policy = Stamped(6)
     assert rig.deliver() == 1
     assert rig.stamps() == [6, 6]
-
-
-# ---- the model of a worker
-
-
-def test_unrelated_attribute_of_a_workers_context_is_no_model(scheme, ends):
-    context = Context(policy="mlp")
-    scheme.init_on_worker("policy", context, **ends.worker)
-    receiver = scheme.get_receiver()
-    for context.policy in UNRELATED[:-1]:
-        with pytest.raises(ValueError, match="under 'policy' is a .*which has no weights"):
-            receiver._resolve_model_ref()
-    context.policy = net = Stamped(0)  # made later
-    assert receiver._resolve_model_ref() is net
