@@ -5,7 +5,8 @@ any time: `p.data = averaged`, a new nn.Parameter, load_state_dict(assign=True).
 at each update() and publish() (copy_plan.py). A parameter that left the slab is copied back and points there
 again. Buffers stay private, since forward passes write them, and are copied when an update ends.
 
-A load is an update(). Torch writes what fits before it raises for the rest: then everything is put back.
+A load goes into private copies, and becomes a version when it has succeeded: torch writes what fits before it raises
+for the rest. In the slab, optimistic readers could not see that bytes were changed and put back.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ class Adoption:
         self._placed: dict[Key, torch.Tensor] = {}
         self._plan: CopyPlan | None = None  # None: look at everything
         self._pending: dict[Key, torch.Tensor] | None = None
+        self._loading: int | None = None  # the thread that is in load()
+        self._loaded: set[int] = set()  # ids of parameters that are in private copies of load()
         self._undo: list[Callable[[], object]] = []  # what restore() gives back besides the parameters
         self._watched: list[torch.Tensor] | None = []  # for stray writes, one at a time; None: one was warned of
         self._turn = 0  # which of them is watched now
@@ -166,8 +169,9 @@ class Adoption:
         leaving = self._leaving(placed, away)
         views = list(self._views.values())
         staying = [tensor for key, tensor in placed.items() if key not in away]
+        replaced = {key for key in away if id(placed[key]) not in self._loaded}  # as a load in place, views may see it
         # Torch counts the tensors over the slab, and does not say which part each of them shows.
-        if away and shown_by_others([*views, *staying, *leaving, *(placed[key] for key in away)], views):
+        if replaced and shown_by_others([*views, *staying, *leaving, *(placed[key] for key in away)], views):
             raise ProtocolError(
                 f"{', '.join(sorted(map('.'.join, away)))} of the adopted module would overwrite memory of arena "
                 f"{self.name!r} while a tensor outside the module shows the arena: a view, a backup `p.data`, or what "
@@ -288,7 +292,7 @@ class Adoption:
 
     def refuses_load(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> str | None:
         """A key under which a load of a module around the source would write a parameter outside update()."""
-        if self._inside():
+        if self._loading == threading.get_ident() or self._inside():
             return None
         own = {id(tensor) for tensor in self._placed.values()}
         names = (prefix + name for name, tensor in module._parameters.items() if id(tensor) in own)
@@ -297,38 +301,45 @@ class Adoption:
     def load(self, run: Callable[[], R]) -> R:
         """What run(), which loads into the source, returns: as a version, or with everything as it was."""
         publisher = self._publisher()
-        if publisher is None or self._inside():
-            return self._load(run)
-        before = self.look()
-        with publisher.update():
-            try:
-                return self._load(run)
-            except BaseException:
-                publisher._writer.slots.touched = before is None  # else all is as it was: nothing is poisoned
-                raise
-
-    def _load(self, run: Callable[[], R]) -> R:
-        modules = modules_in(self.source)
-        stores: list[dict[str, Any]] = [store for each in modules for store in (each._parameters, each._buffers)]
+        if self._loading == threading.get_ident() or publisher is None:
+            return run()
+        stores: list[dict[str, Any]] = [
+            store for each in modules_in(self.source) for store in (each._parameters, each._buffers)
+        ]
         before = [dict(store) for store in stores]
-        held = {id(tensor): tensor for store in before for tensor in store.values() if tensor is not None}
+        placed = list({id(tensor): (tensor, self._views[key]) for key, tensor in self._placed.items()}.values())
+        own = {id(tensor) for tensor, _ in placed}
         with plainly():
-            values = [(each, each.detach().clone()) for each in held.values() if each.device.type != "meta"]
+            others = [t for store in before for t in store.values() if t is not None and id(t) not in own]
+            values = [(tensor, tensor.detach().clone()) for tensor in others if tensor.device.type != "meta"]
+            copies: dict[int, torch.Tensor] = {}
+            private = [copies.setdefault(view.data_ptr(), view.clone()) for _, view in placed]
+            _native.set_data([tensor for tensor, _ in placed], private)
+        self._loading = threading.get_ident()
+        self._loaded = {id(tensor) for tensor, _ in placed if tensor.numel()}
         try:
             result = run()
-            if self.look() is None:  # now: what the body of an update() writes next comes later
+            self.watch_next()  # it has written into private copies
+            if not self._inside():
+                with publisher.update():  # takes the parameters in
+                    pass
+            elif self.look() is None:  # now: what the body writes next comes later
                 self.pull()
             return result
         except BaseException:
             with plainly():
-                for store, kept in zip(stores, before, strict=True):
+                for store, held in zip(stores, before, strict=True):
                     store.clear()
-                    store.update(kept)
+                    store.update(held)
                 for tensor, value in values:
                     copy_into(tensor, value)
+                _native.set_data([tensor for tensor, _ in placed], [view for _, view in placed])
             self._pending = self._plan = None
-            self.watch_next()
             raise
+        finally:
+            self._loading = None
+            self._loaded.clear()
+            self.watch_next()
 
 
 class _Loading(Proxy):

@@ -104,6 +104,19 @@ def test_a_load_that_raises_changes_nothing(adopted, wrong, assign):
     assert pub.version == 3 and torch.equal(sub.snapshot().weights["1", "weight"], module[1].weight)
 
 
+def test_no_reader_sees_what_a_load_that_raises_has_written(adopted, subscriber):
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pub, _ = adopted(module)
+    sub = subscriber(pub, consistency="optimistic")
+    seen, state = [], doubled(module)
+    del state["1.bias"]
+    module[1].register_load_state_dict_pre_hook(lambda *_: seen.append(sub.weights["0.weight"].clone()))
+    before = module[0].weight.detach().clone()
+    with sub.read() as section, pytest.raises(RuntimeError, match="Missing key"):
+        module.load_state_dict(state)
+    assert section.torn or torch.equal(seen[0], before)
+
+
 def test_other_weights_are_not_published_over_an_adopted_module(adopted):
     module = nn.Linear(2, 2)
     pub, _ = adopted(module)
