@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import rpc
 
 from shmsync import DistributedWeightSyncScheme, RPCWeightSyncScheme
+from shmsync.schemes.remote import nodes
 from support.processes import mapping_at
 from support.weights import fill
 
@@ -60,6 +61,11 @@ class Fleet:
     def look(self, *who):
         """(value, version) of these workers, by default of all."""
         return [self.workers[index].call(look) for index in who or range(len(self.workers))]
+
+    def leader(self):
+        """The index of the worker that publishes for its node; only one may. The first to say where it runs leads."""
+        (found,) = [index for index, worker in enumerate(self.workers) if worker.call(leads)]
+        return found
 
 
 # ---- in every process
@@ -154,6 +160,10 @@ def look(state):
 
 def applied(state):
     return mine.applied
+
+
+def leads(state):
+    return bool(nodes._led)
 
 
 def memory(state):
