@@ -26,6 +26,15 @@ def test_the_workers_of_a_node_share_one_arena_that_they_cannot_write(fleet):
         assert group.look() == [(30, 3)] * 4
 
 
+def test_a_send_async_brings_the_weights_of_its_call_before_the_nodes_are_known_too(fleet):
+    group = fleet("distributed", 2, nodes=["home", "home", "a"]).open(fan_out="node")
+    for value in (5, 6):
+        version = group.trainer.call(parts.send_async, value)
+        group.trainer.call(parts.change, 9)
+        assert group.trainer.call(parts.wait_async) == version
+        assert group.look() == [(value, version)] * 2
+
+
 def test_weights_that_fit_no_worker_change_none_whoever_leads(fleet):
     group = fleet("distributed", 3, nodes=["home", "a", "a", "a"]).open(fan_out="node")
     assert group.send(1) == 1

@@ -99,8 +99,8 @@ class RemoteTransport(ABC):
 
     @staticmethod
     def wait(requests: Sequence[Any], seconds: float) -> None:
-        """Until all of these requests are done; at most so many seconds."""
-        futures.wait(requests, seconds)
+        """Until one of these requests is done; at most so many seconds."""
+        futures.wait(requests, seconds, futures.FIRST_COMPLETED)
 
     def send_weights(self, model_id: Any = "policy", weights: Any = None) -> None:
         """Send a TensorDict or a dict, and wait until the worker has applied it.

@@ -330,7 +330,7 @@ class DistributedTransport(RemoteTransport):
     @staticmethod
     @override
     def wait(requests: Sequence[Any], seconds: float) -> None:
-        poll(lambda: all(request.done() for request in requests), time.monotonic() + seconds)
+        poll(lambda: any(request.done() for request in requests), time.monotonic() + seconds)
 
     @override
     def check_ack(self, message: str = "updated") -> None:

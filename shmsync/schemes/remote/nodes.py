@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 from ...engine.deadlines import deadline_after
@@ -103,14 +102,9 @@ class NodeFanOut:
         refuse_odd(leaves_of(source)[0])
         news: dict[str, News] = {}  # by node
 
-        @cache
-        def at_home() -> News:
-            return self._near.publish(source, label, deadline)
-
-        @cache
-        def for_leaders() -> Any:
-            packed = self._packer.pack(source, label.model_id, label.version)
-            return next(iter(workers.values())).wrap(packed)
+        def at_home() -> None:
+            if self._home not in news:
+                news[self._home] = self._near.publish(source, label, deadline)
 
         def steps(exchange: Exchange, index: int) -> Steps:
             transport: Any = workers[index]
@@ -118,7 +112,7 @@ class NodeFanOut:
                 transport.node = yield transport.call(here)
             node = transport.node
             if node == self._home:
-                news[node] = at_home()
+                at_home()
             while node not in news:
                 leader = self._leaders.get(node, index)
                 if leader in exchange.outcome.failed:  # others of its node keep what they have, too
@@ -127,11 +121,16 @@ class NodeFanOut:
                     yield None  # until it has published
                 else:
                     self._leaders[node] = index
-                    news[node] = yield transport.call(publish_here, for_leaders(), *self._options)
+                    news[node] = yield transport.call(publish_here, content, *self._options)
             yield transport.start(news[node])
 
-        if any(transport.node == self._home for transport in workers.values()):
+        nodes, content = {transport.node for transport in workers.values()}, None
+        if self._home in nodes:
             at_home()  # refuses what does not fit before anything is sent
+        if nodes - {self._home}:  # before wait_async() the trainer may change its weights
+            packed = self._packer.pack(source, label.model_id, label.version)
+            content = next(iter(workers.values())).wrap(packed)
+            source = unpack(packed.label, packed.manifest, packed.buffer)
         return Exchange(label.version, workers, steps)
 
     def last_weights(self) -> Any:

@@ -205,6 +205,11 @@ def send(state, value, *, workers=None, timeout=None):
     return state.sender.send(worker_ids=workers, timeout=timeout)
 
 
+def change(state, value):
+    """The trainer goes on."""
+    fill(state.model, value)
+
+
 def send_async(state, value):
     fill(state.model, value)
     return state.sender.send_async()
