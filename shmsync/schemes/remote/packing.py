@@ -14,12 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDictBase
 
+from ... import _native
+from ...engine.source.manifest_check import direct
 from ...engine.source.sources import check_keys
 from ...memory.arena import nested, view
+from ...memory.devices import laid_out
 from ...memory.manifest import Key, Manifest
 from ...memory.segment import Handle
 from ...memory.torch_modes import run_plainly
-from ..strategy import STATE_KEY, Fit, leaves_of, refuse_odd, write
+from ..strategy import STATE_KEY, leaves_of, refuse_odd
 
 
 class Label(NamedTuple):
@@ -58,7 +61,8 @@ class PackedWeights:
 @run_plainly
 def unpack(label: Label, manifest: Manifest, buffer: torch.Tensor) -> Any:
     """The weights that were sent, as a TensorDict or a dict of views of the buffer, with their label."""
-    views = _views(manifest, buffer)
+    storage = buffer.untyped_storage()
+    views = {leaf.key: view(storage, leaf, leaf.offset) for leaf in manifest.leaves}
     weights: Any = nested(views)
     if not label.is_tensordict:
         weights = WeightsDict(state_dict_of(views, label))
@@ -72,11 +76,6 @@ def state_dict_of(leaves: dict[Key, torch.Tensor], label: Label) -> dict[str, An
     return named | {".".join((*path, STATE_KEY)): state for path, state in label.extra.items()}
 
 
-def _views(manifest: Manifest, buffer: torch.Tensor) -> dict[Key, torch.Tensor]:
-    storage = buffer.untyped_storage()
-    return {leaf.key: view(storage, leaf, leaf.offset) for leaf in manifest.leaves}
-
-
 class Packer:
     """Packs weights, into the same buffer as long as nobody reads that: fresh memory costs more than the copy.
 
@@ -87,6 +86,7 @@ class Packer:
         self.session = secrets.token_hex(8)
         self.newest: PackedWeights | None = None  # what resend() brings
         self._free: deque[torch.Tensor] = deque(maxlen=1)
+        self._laid_out: tuple[Any, Manifest] | None = None  # the last weights, by what they are made of
 
     @run_plainly
     def pack(self, weights: Any, model_id: str, version: int) -> PackedWeights:
@@ -94,14 +94,22 @@ class Packer:
         tensors, extra = leaves_of(weights)
         refuse_odd(tensors)
         check_keys(tensors)
-        manifest = Manifest.of(tensors)
+        made_of = [(key, t.dtype, t.shape, t.stride(), t.data_ptr()) for key, t in tensors.items()]
+        if self._laid_out is None or self._laid_out[0] != made_of:
+            self._laid_out = made_of, Manifest.of(tensors)
+        manifest = self._laid_out[1]
         self.newest = None  # its buffer is free now, unless somebody reads it
         buffer = self._free.pop() if self._free else None
         if buffer is None or buffer.nbytes != manifest.used_bytes:
             buffer = torch.empty(manifest.used_bytes, dtype=torch.uint8, device="cpu")
-        places = _views(manifest, buffer)
-        once = {leaf.offset: leaf.key for leaf in manifest.leaves if leaf.nbytes}  # tied leaves share a place
-        write(Fit([(tensors[key].detach(), places[key]) for key in once.values()], []))
+        rows, kept = [], []
+        for leaf in {leaf.offset: leaf for leaf in manifest.leaves if leaf.nbytes}.values():
+            source = tensors[leaf.key]
+            if not direct(source, leaf):
+                source = laid_out(source.detach().cpu().resolve_conj().resolve_neg(), leaf.strides)
+            kept.append(source)  # until it is copied
+            rows.append((buffer.data_ptr() + leaf.offset, source.data_ptr(), leaf.nbytes))
+        _native.copy(rows)
         label = Label(self.session, model_id, version, isinstance(weights, TensorDictBase), extra)
         self.newest = PackedWeights(label, manifest, buffer)
         weakref.finalize(self.newest, self._free.append, buffer).atexit = False
