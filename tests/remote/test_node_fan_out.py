@@ -26,20 +26,13 @@ def test_the_workers_of_a_node_share_one_arena_that_they_cannot_write(fleet):
         assert group.look() == [(30, 3)] * 4
 
 
-@pytest.mark.parametrize("nodes", [["home", "home", "home"], ["home", "a", "a"]])
-def test_a_send_to_a_part_of_a_node_is_refused_before_the_nodes_are_known_too(fleet, nodes):
-    group = fleet("distributed", 2, nodes=nodes).open(fan_out="node")
-    for who in (1, 0):
-        with pytest.raises(ValueError, match="share one arena"):
-            group.send(5, workers=who)
-    assert group.look() == [(0, 0)] * 2
-    group.trainer.call(parts.replace, 1, 2)
-    group.workers[1].stop()
-    with naming(shmsync.AckTimeout, [1], match="only the question where each worker runs was sent"):
-        group.send(6, workers=0, timeout=0.5)
-    group.workers[1].resume()
-    version = group.send(7)
-    assert group.look() == [(7, version)] * 2
+def test_a_send_async_brings_the_weights_of_its_call_before_the_nodes_are_known_too(fleet):
+    group = fleet("distributed", 2, nodes=["home", "home", "a"]).open(fan_out="node")
+    for value in (5, 6):
+        version = group.trainer.call(parts.send_async, value)
+        group.trainer.call(parts.change, 9)
+        assert group.trainer.call(parts.wait_async) == version
+        assert group.look() == [(value, version)] * 2
 
 
 def test_weights_that_fit_no_worker_change_none_whoever_leads(fleet):
@@ -59,14 +52,17 @@ def test_a_part_of_the_weights_makes_no_arena(fleet):
     """The leader is dead, so its node needs a new one."""
     group = fleet("distributed", 2, nodes=["home", "a", "a"]).open(fan_out="node", partial=True)
     assert group.send(1) == 1
+    leader = group.leader()
     group.trainer.call(parts.send_a_part)
-    group.workers[0].kill()
+    assert group.leader() == leader
+    group.workers[leader].kill()
+    left = 1 - leader
     for _ in range(2):
         with pytest.raises(shmsync.ManifestMismatch, match="bias is not in the arena"):
             group.trainer.call(parts.send_a_part)
-        assert group.look(1)[0][1] == 2
+        assert group.look(left)[0][1] == 2
     version = group.send(3)
-    assert group.look(1) == [(3, version)]
+    assert group.look(left) == [(3, version)]
 
 
 def test_first_weights_that_fit_no_worker_do_not_decide_what_comes_later(fleet):
@@ -92,22 +88,23 @@ def test_a_resend_brings_the_last_weights_to_whole_nodes(fleet, nodes):
 def test_another_worker_leads_its_node_when_the_leader_is_dead_or_late(fleet, end):
     group = fleet("distributed", 3, nodes=["home", "a", "a", "a"]).open(fan_out="node")
     group.send(1)
-    leader = group.workers[0]
+    first = group.leader()
+    leader, others = group.workers[first], [index for index in range(3) if index != first]
     if end == "kill":
         leader.kill()
-        with naming(shmsync.WorkerDied, [0], match="worker 0 "):
+        with naming(shmsync.WorkerDied, [first], match=f"worker {first} "):
             group.send(2)
     else:
         leader.stop()
         with naming(shmsync.AckTimeout, [0, 1, 2]):
             group.send(2, timeout=1.0)
-        with naming(shmsync.AckTimeout, [0]):
+        with naming(shmsync.AckTimeout, [first]):
             group.send(3, timeout=2.0)
-        assert group.look(1, 2) == [(3, 3)] * 2
+        assert group.look(*others) == [(3, 3)] * 2
         leader.resume()
     for _ in range(2):
         version = group.send(4)
-        assert group.look(1, 2) == [(4, version)] * 2
+        assert group.look(*others) == [(4, version)] * 2
     if end == "stop":
-        assert group.look(0) == [(4, version)]
+        assert group.look(first) == [(4, version)]
         assert len({worker.call(parts.memory)[1] for worker in group.workers}) == 1

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -34,18 +33,21 @@ from typing_extensions import override
 
 from ...engine.deadlines import deadline_after, timeout_or_none
 from ...engine.outcome import Failure
-from ...errors import ProtocolError, WriterDied
+from ...errors import WriterDied
+from ...memory.manifest import Manifest
 from ..context import Arguments
 from ..receiver import WeightReceiver
 from ..strategy import WeightStrategy
-from .base import Dead, Failed, Label, News, PackedWeights, RemoteReceiver, RemoteScheme, RemoteTransport, unpack
+from .base import Dead, Failed, RemoteScheme, RemoteTransport
 from .nodes import NodeFanOut
+from .packing import Label, News, PackedWeights, unpack
+from .receiver import RemoteReceiver
 
 _log = logging.getLogger("shmsync")
 
 UPDATE, UPDATED, FAILED = "update_weights", "updated", "failed"
 _FASTEST, _SLOWEST = 0.0002, 0.005  # seconds between two looks into a store
-_FIRST_PROBE = 0.05  # seconds
+_FIRST_PROBE, _YEAR = 0.025, 3e7  # seconds
 _INITIAL = 1 << 30  # the tag of initial weights; a program's own messages have small tags
 _tags = itertools.count(_INITIAL + 1)
 _kept: dict[tuple[int, int], Any] = {}  # works and weights of messages without an answer, by rank and tag
@@ -62,7 +64,7 @@ class DistributedWeightSyncScheme(RemoteScheme):
     init_on_sender() takes `store`, which all ranks use (else the default process group's); `ranks`, or `num_workers`
     for the ranks 1 to num_workers (else every rank but this one); `model` (or `source_model`). init_on_worker() takes
     `store` and `rank` (else the default process group's) and `model`. Each may be an argument or come from the context,
-    which is held weakly. Both raise ProtocolError without a process group when one is needed.
+    which is held weakly. Both raise ValueError without a process group when one is needed.
     """
 
     make_fan_out = NodeFanOut
@@ -77,7 +79,7 @@ class DistributedWeightSyncScheme(RemoteScheme):
     @override
     def create_transport(self, pipe_or_context: Any = None) -> DistributedTransport:
         """The transport to a rank, given as (store, rank)."""
-        store, rank = (None, None) if pipe_or_context is None else pipe_or_context
+        store, rank = pipe_or_context or (None, None)
         return DistributedTransport(store, rank, self.sync, timeout=self.timeout)
 
     @override
@@ -92,7 +94,6 @@ class DistributedWeightSyncScheme(RemoteScheme):
             if count is not None:
                 ranks = range(1, count + 1)
             else:
-                need_group("ranks= or num_workers=")
                 ranks = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
         store = store_of(arguments)
         return [(store, rank) for rank in ranks]
@@ -102,18 +103,8 @@ def store_of(arguments: Arguments) -> Any:
     """The store for a model: each model but "policy" has its own keys."""
     store = arguments.get("store")
     if store is None:
-        need_group("store=")
         store = dist.PrefixStore("shmsync", dist.distributed_c10d._get_default_store())
     return store if arguments.model_id == "policy" else dist.PrefixStore(arguments.model_id, store)
-
-
-def need_group(instead: str = "") -> None:
-    """Raise ProtocolError when there is no process group. `instead`: what would do as well."""
-    if not dist.is_initialized():
-        raise ProtocolError(
-            "there is no process group; call torch.distributed.init_process_group() first"
-            + (f", or give {instead}" if instead else ": it moves the bytes of the weights. Nothing was sent")
-        )
 
 
 def poll(ready: Callable[[], bool], deadline: float) -> bool:
@@ -135,8 +126,8 @@ class Message(NamedTuple):
 
     tag: int
     source: int  # the sender's rank
-    size: int  # bytes that come by isend()
-    content: Label | News | None  # a Label says what these bytes are
+    content: Label | News | None
+    manifest: Manifest | None  # of the weights that come by isend(), whose Label this is
     call: tuple[Any, ...] | None  # (function, arguments): answer what it returns; None: apply the content
 
 
@@ -146,19 +137,15 @@ class RankRequest:
     expected = UPDATED
 
     def __init__(self, store: Any, rank: int, content: Any, call: tuple[Any, ...] | None = None) -> None:
-        tag, packed = next(_tags), content if isinstance(content, PackedWeights) else None
-        self._store, self._key = store, (rank, tag)
-        self._out = f"NODE_{rank}_out"
-        self._answer: tuple[str, Any] | None = None
-        self._dead = ""
+        tag, source, manifest = next(_tags), 0, None
+        self._store, self._key, self._out = store, (rank, tag), f"NODE_{rank}_out"
+        self._end: tuple[str, Any] | Dead | None = None  # what it answered, or how it died
         self._began = self._probed = time.monotonic()
-        if packed is not None:
-            need_group()
-            _kept[self._key] = isend(packed.buffer, rank, tag), packed  # nobody else gets the buffer meanwhile
-        else:
-            probe(rank)
-        source, size = dist.get_rank() if dist.is_initialized() else 0, 0 if packed is None else packed.buffer.nbytes
-        message = Message(tag, source, size, content if packed is None else packed.label, call)
+        if isinstance(content, PackedWeights):
+            source = dist.get_rank()
+            _kept[self._key] = isend(content.buffer, rank, tag), content  # nobody else gets the buffer meanwhile
+            content, manifest = content.label, content.manifest
+        message = Message(tag, source, content, manifest, call)
         try:
             store.set(f"NODE_{rank}_in_label", pickle.dumps(message))
             store.set(f"NODE_{rank}_in", UPDATE)
@@ -166,39 +153,39 @@ class RankRequest:
             raise Dead(lost(error)) from error
 
     def done(self) -> bool:
-        """Take the answer, if it is there. If not, now and then find out whether the rank is dead."""
-        now = time.monotonic()
-        try:
-            probes = now - self._probed >= max(_FIRST_PROBE, self._probed - self._began)
-            if not self._dead and not self._is_answered() and probes:
+        """Take the answer, if it is there; now and then, less often with time, also find out whether the rank died."""
+        if self._end is None:
+            dead, now = None, time.monotonic()
+            if now - self._probed >= max(_FIRST_PROBE, self._probed - self._began):
                 self._probed = now
                 try:
-                    probe(self._key[0])
-                except Dead as dead:
-                    if not self._is_answered():  # it may have answered, and then died
-                        self._dead = str(dead)
-        except dist.DistError as error:
-            self._dead = lost(error)
-        return self._answer is not None or bool(self._dead)
+                    if dist.is_initialized():
+                        isend(torch.empty(0), self._key[0], next(_tags))  # nobody receives this tag
+                except Dead as error:
+                    dead = error
+            try:
+                self._end = self._answer() or dead  # it may have answered, and then died
+            except dist.DistError as error:
+                self._end = Dead(lost(error))
+        return self._end is not None
 
-    def _is_answered(self) -> bool:
-        if self._answer is None and self._store.check([self._out]):
-            word, beside = self._store.get(self._out).decode(), f"{self._out}_version"
-            tag, content = None, None
-            if self._store.check([beside]):  # a loop of the user's own may set the word alone
-                tag, content = pickle.loads(self._store.get(beside))
-                self._store.delete_key(beside)
-            self._store.delete_key(self._out)
-            if tag in (None, self._key[1]):
-                self._answer = word, content
-        return self._answer is not None
+    def _answer(self) -> tuple[str, Any] | None:
+        if not self._store.check([self._out]):
+            return None
+        word, beside = self._store.get(self._out).decode(), f"{self._out}_version"
+        tag, content = None, None
+        if self._store.check([beside]):  # a loop of the user's own may set the word alone
+            tag, content = pickle.loads(self._store.get(beside))
+            self._store.delete_key(beside)
+        self._store.delete_key(self._out)
+        return (word, content) if tag in (None, self._key[1]) else None
 
     def result(self) -> Any:
         """The answer, once it is done. Raises Dead, Failed."""
         _kept.pop(self._key, None)
-        if self._answer is None:
-            raise Dead(self._dead)
-        word, content = self._answer
+        if isinstance(self._end, Dead):
+            raise self._end
+        word, content = self._end  # type: ignore[misc]  # after done()
         if word == FAILED and isinstance(content, Failure):
             raise Failed(content)
         if word != self.expected:
@@ -212,13 +199,7 @@ def isend(tensor: torch.Tensor, rank: int, tag: int) -> Any:
     try:
         return dist.isend(tensor, rank, tag=tag)
     except RuntimeError as error:
-        raise Dead(f"gloo: {' '.join(str(error).split())[:200]}") from error
-
-
-def probe(rank: int) -> None:
-    """Send nothing, under a tag that nobody receives. Raises Dead when the rank is dead."""
-    if dist.is_initialized():
-        isend(torch.empty(0), rank, next(_tags))
+        raise Dead(f"gloo: {error}") from error
 
 
 def lost(error: Exception) -> str:
@@ -234,10 +215,9 @@ def receive(size: int, source: int, tag: int, timeout: float, buffer: torch.Tens
     if buffer is None or buffer.nbytes != size:
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
     if size:
-        need_group()
         try:
             work: Any = dist.irecv(buffer, source, tag=tag)
-            work.wait(timedelta(days=365) if timeout == math.inf else timedelta(seconds=timeout))
+            work.wait(timedelta(seconds=min(timeout, _YEAR)))
         except RuntimeError as error:
             raise WriterDied(
                 f"the sender (rank {source}) died in the middle of a transfer, or did not send within {timeout} s, and "
@@ -253,10 +233,8 @@ class DistributedReceiver(RemoteReceiver):
 
     @override
     def _connect(self, arguments: Arguments) -> None:
-        super()._connect(arguments)
         rank = arguments.get("rank")
         if rank is None:
-            need_group("rank=")
             rank = dist.get_rank()
         self._register_worker_transport((store_of(arguments), rank))
         self._transport.uses_one_buffer = True
@@ -342,17 +320,17 @@ class DistributedTransport(RemoteTransport):
         """Nothing: init_process_group() has made the connection."""
 
     @override
-    def start(self, content: Any) -> RankRequest:
-        return RankRequest(self.store, self.rank, content)  # type: ignore[arg-type]
+    def start(self, content: Any, call: tuple[Any, ...] | None = None) -> RankRequest:
+        return RankRequest(self.store, self.rank, content, call)  # type: ignore[arg-type]
 
     def call(self, function: Callable[..., Any], content: Any = None, *args: Any) -> RankRequest:
         """Let the rank's receive() call function(content, *args), and answer what that returns."""
-        return RankRequest(self.store, self.rank, content, (function, *args))  # type: ignore[arg-type]
+        return self.start(content, (function, *args))
 
     @staticmethod
     @override
     def wait(requests: Sequence[Any], seconds: float) -> None:
-        poll(lambda: all(request.done() for request in requests), time.monotonic() + seconds)
+        poll(lambda: any(request.done() for request in requests), time.monotonic() + seconds)
 
     @override
     def check_ack(self, message: str = "updated") -> None:
@@ -364,19 +342,14 @@ class DistributedTransport(RemoteTransport):
     def send_initial_weights(self, weights: Any) -> None:
         """Send weights without the store, to a worker that calls receive_initial_weights(). Does not wait for it.
 
-        Their bytes are kept until the rank has answered a message. Raises ProtocolError without a process group,
+        Their bytes are kept until the rank has answered a message. Raises ValueError without a process group,
         RuntimeError when the rank is dead.
         """
         if self.rank is None:
             return
-        need_group()
-        packed = self._packer.pack(weights, "policy", 0)
-        whole = pickle.dumps((packed.label, packed.buffer.numpy()), protocol=5)
-        parts = [torch.tensor([len(whole)], device="cpu"), torch.frombuffer(bytearray(whole), dtype=torch.uint8)]
-        try:
-            works = [isend(part, self.rank, _INITIAL) for part in parts]
-        except Dead as dead:
-            raise RuntimeError(f"rank {self.rank} is dead: {dead}") from dead
+        whole = bytearray(pickle.dumps(self._packer.pack(weights, "policy", 0)))
+        parts = [torch.tensor([len(whole)], device="cpu"), torch.frombuffer(whole, dtype=torch.uint8)]
+        works = [dist.isend(part, self.rank, tag=_INITIAL) for part in parts]
         _kept.setdefault((self.rank, _INITIAL), []).append((works, parts))
 
     def receive_initial_weights(self) -> Any:
@@ -387,7 +360,7 @@ class DistributedTransport(RemoteTransport):
         if self.rank is None:
             return None
         size = int(receive(8, 0, _INITIAL, self.timeout).view(torch.int64))
-        weights = unpack(*pickle.loads(receive(size, 0, _INITIAL, self.timeout).numpy().data))
+        weights = pickle.loads(receive(size, 0, _INITIAL, self.timeout).numpy().data)
         if self.weights_buffer is None:
             return weights
         WeightStrategy().apply_weights(self.weights_buffer, weights)
@@ -420,7 +393,12 @@ class DistributedTransport(RemoteTransport):
         while (message := self._next_message(deadline)) is not None:
             target = self.weights_buffer if weights is None else weights
             try:
-                received = self._content_of(message)
+                received: Any = message.content
+                if isinstance(received, Label) and message.manifest is not None:
+                    size = message.manifest.used_bytes
+                    buffer = receive(size, message.source, message.tag, self.timeout, self._buffer)
+                    self._buffer = buffer if self.uses_one_buffer else None
+                    received = unpack(received, message.manifest, buffer)
                 if message.call is not None:
                     function, *args = message.call
                     self.send_ack(content=function(received, *args))
@@ -451,13 +429,6 @@ class DistributedTransport(RemoteTransport):
             raise WriterDied(f"{lost(error)}; no weights will come") from error
         self._taken = message
         return message
-
-    def _content_of(self, message: Message) -> Any:
-        if not isinstance(message.content, Label):
-            return message.content
-        buffer = receive(message.size, message.source, message.tag, self.timeout, self._buffer)
-        self._buffer = buffer if self.uses_one_buffer else None
-        return unpack(message.content, buffer)
 
     @override
     def send_ack(self, message: str = "updated", content: Any = None) -> None:

@@ -1,13 +1,14 @@
 """fan_out="node": one copy of the weights goes to each node, and all of its workers attach to it there.
 
-A send asks each worker for its node, once. A send to some of the workers also asks the others, because all workers of
-a node have the same version. It then asks one worker of each node, the leader, to publish the weights, which reach it
-by the engine's own means (transport.call()). The answer is News: where the arena is, and which version it has. All
-workers of the node get the News in place of weights, attach to the arena and bind their module to it. On the trainer's
-own node the trainer publishes, and nobody leads.
+A send goes to all workers, because those of a node have the same version. It asks each worker for its node, once. Then
+it asks one worker of each node, the leader, to publish the weights, which reach it by the engine's own means
+(transport.call()). The answer is News: where the arena is, and which version it has. All workers of the node get the
+News in place of weights, attach to the arena and bind their module to it. On the trainer's own node the trainer
+publishes, and nobody leads.
 
-When a leader dies, or still owes an answer to an earlier send, another worker of its node leads from then on, with an
-arena of its own; the workers that attached to the earlier one move over. An arena ends with its leader's process.
+A leader leads in all sends. When it dies, or still owes an answer to an earlier send, another worker of its node leads
+from then on, with an arena of its own; the workers that attached to the earlier one move over. An arena ends with its
+leader's process.
 """
 
 from __future__ import annotations
@@ -15,19 +16,18 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ...engine.deadlines import deadline_after
-from ...errors import ManifestMismatch, ProtocolError
+from ...errors import ManifestMismatch
 from ...memory.arena import nested
 from ...memory.process import me
 from ..arenas import ALL, ModelArenas
 from ..strategy import leaves_of, refuse_odd
-from .base import WORDING, Exchange, Failed, Label, News, Packer, RemoteTransport, Steps, by_name, label_of, unpack
+from .base import Exchange, Failed, RemoteTransport, Steps
+from .packing import Label, News, Packer, state_dict_of, unpack
 
 NODE_VARIABLE = "SHMSYNC_NODE"  # names the node of a process, in place of the host's name
-_WORDING = WORDING._replace(do="answer it", doing="answering it")
 _WORKERS = 128  # of a node
 
 
@@ -38,59 +38,53 @@ def here(_: Any = None) -> str:
     return f"{name}/{identity.boot_id.hex()[:8]}/{identity.pid_namespace:x}/{os.getuid()}"
 
 
-# ---- in the process that publishes
+class NodeArena:
+    """What a process publishes for the workers of its node. Its attributes are what ModelArenas asks of a scheme."""
+
+    dtype = device = groups = None  # weights were cast before
+
+    def __init__(self, slots: int, timeout: float, partial: bool) -> None:
+        self.slots, self.timeout, self.partial = slots, timeout, partial
+        self._arenas = ModelArenas("", self)
+        self.newest: News | None = None
+
+    def publish(self, weights: Any, label: Label, deadline: float) -> News:
+        """Make weights the label's version. Raises as Publisher does, with nothing changed."""
+        arenas, (leaves, extra) = self._arenas, leaves_of(weights)
+        try:
+            arenas.publish(nested(leaves), [ALL], label.version, _WORKERS, deadline)
+        except ManifestMismatch:
+            if not arenas.by_group or arenas.by_group[ALL].readers():
+                raise
+            self.close()  # it was made for weights that fitted no worker
+            return self.publish(weights, label, deadline)
+        self.newest = News(label._replace(extra=extra), arenas.by_group[ALL].handle)
+        return self.newest
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the newest version, which must be there."""
+        assert self.newest is not None
+        return self._arenas.by_group[ALL].state_dict() | state_dict_of({}, self.newest.label)
+
+    def close(self) -> None:
+        """End the arena. Idempotent."""
+        self._arenas.close()
+        self.newest = None
 
 
-@dataclass
-class NodeOptions:
-    """How the arena of a node is made: what ModelArenas asks of a scheme on one machine."""
-
-    slots: int
-    timeout: float
-    partial: bool
-    dtype: None = None  # weights were cast before
-    device: None = None
-    groups: None = None
+_led: dict[str, tuple[str, NodeArena]] = {}  # what this process publishes as leader, and its sender's session, by model
 
 
-# What this process publishes, by model, the session of its sender, and how it is made.
-_led: dict[str, tuple[ModelArenas, str, NodeOptions]] = {}
-
-
-def publish_here(weights: Any, options: NodeOptions) -> News:
+def publish_here(weights: Any, *options: Any) -> News:
     """As leader: publish weights that a sender sent for the workers of this node."""
-    label = label_of(weights)
-    if label is None:
-        raise ProtocolError("a node's leader publishes what a sender of shmsync sent; these weights have no label")
-    arenas, session, _ = _led.get(label.model_id, (None, "", None))
-    if arenas is None or session != label.session:
-        if arenas is not None:  # of a trainer that was started again
-            arenas.close()
-        arenas = ModelArenas(label.model_id, options)
-        _led[label.model_id] = arenas, label.session, options
-    return publish(arenas, weights, label, deadline_after(None, options.timeout))
-
-
-def publish(arenas: ModelArenas, weights: Any, label: Label, deadline: float) -> News:
-    """Make weights the label's version in the one arena of a node. Raises as Publisher does, with nothing changed."""
-    leaves, extra = leaves_of(weights)
-    try:
-        arenas.publish(nested(leaves), [ALL], label.version, _WORKERS, deadline)
-    except ManifestMismatch:
-        if not arenas.by_group or arenas.by_group[ALL].readers():
-            raise
-        arenas.give_up()  # it was made for weights that fitted no worker
-        return publish(arenas, weights, label, deadline)
-    return News(label._replace(manifest=b"", extra=extra), arenas.by_group[ALL].handle)
-
-
-# ---- in the trainer
-
-
-def ask(exchange: Exchange, index: int) -> Steps:
-    """Ask a worker where it runs."""
-    transport: Any = exchange.workers[index]
-    transport.node = yield transport.call(here)
+    label: Label = weights.label
+    session, arena = _led.get(label.model_id, ("", None))
+    if arena is None or session != label.session:
+        if arena is not None:  # of a trainer that was started again
+            arena.close()
+        arena = NodeArena(*options)
+        _led[label.model_id] = label.session, arena
+    return arena.publish(weights, label, deadline_after(None, arena.timeout))
 
 
 class NodeFanOut:
@@ -98,85 +92,53 @@ class NodeFanOut:
 
     def __init__(self, scheme: Any, packer: Packer) -> None:
         self._packer = packer
-        self._options = NodeOptions(scheme.slots, scheme.timeout, scheme.partial)
-        self._near = ModelArenas("", self._options)  # this node's
-        self._newest: News | None = None  # of it
+        self._options = scheme.slots, scheme.timeout, scheme.partial
+        self._near = NodeArena(*self._options)  # this node's
         self._home = here()
+        self._leaders: dict[str, int] = {}  # by node: the worker that publishes there
 
-    def post(
-        self,
-        source: Any,
-        label: Label,
-        chosen: Mapping[int, RemoteTransport],
-        everybody: Mapping[int, RemoteTransport],
-        deadline: float,
-    ) -> Exchange:
-        """Begin a send.
-
-        Raises ValueError when some of the workers that share an arena are chosen, but not all, WorkerDied and
-        AckTimeout when that cannot be known, and what publishing on this node raises; then nothing was sent.
-        """
-        self._check_whole_nodes(label.version, chosen, everybody, deadline)
+    def post(self, source: Any, label: Label, workers: Mapping[int, RemoteTransport], deadline: float) -> Exchange:
+        """Begin a send to all workers. Raises what publishing on this node raises; then nothing was sent."""
         refuse_odd(leaves_of(source)[0])
         news: dict[str, News] = {}  # by node
-        leaders: dict[str, int] = {}  # by node: the first of its workers that owes no answer
-        packed: list[Any] = []  # what leaders get, once there is one
 
-        def near() -> None:
+        def at_home() -> None:
             if self._home not in news:
-                news[self._home] = self._newest = publish(self._near, source, label, deadline)
+                news[self._home] = self._near.publish(source, label, deadline)
 
         def steps(exchange: Exchange, index: int) -> Steps:
-            transport: Any = chosen[index]
+            transport: Any = workers[index]
             if transport.node is None:
-                yield from ask(exchange, index)
+                transport.node = yield transport.call(here)
             node = transport.node
             if node == self._home:
-                near()
+                at_home()
             while node not in news:
-                leader = leaders.setdefault(node, index)
-                if leader == index:
-                    if not packed:
-                        packed.append(transport.wrap(self._packer.pack(source, label.model_id, label.version)))
-                    news[node] = yield transport.call(publish_here, packed[0], self._options)
-                elif leader in exchange.open:
-                    yield None  # until it has published
-                elif leader in exchange.outcome.failed:  # others of its node keep what they have, too
+                leader = self._leaders.get(node, index)
+                if leader in exchange.outcome.failed:  # others of its node keep what they have, too
                     raise Failed(exchange.outcome.failed[leader])
+                if leader != index and leader in exchange.open and not exchange.is_behind(leader):
+                    yield None  # until it has published
                 else:
-                    del leaders[node]
+                    self._leaders[node] = index
+                    news[node] = yield transport.call(publish_here, content, *self._options)
             yield transport.start(news[node])
 
-        if any(transport.node == self._home for transport in chosen.values()):
-            near()  # refuses what does not fit before anything is sent
-        return Exchange(label.version, chosen, steps)
-
-    def _check_whole_nodes(
-        self,
-        version: int,
-        chosen: Mapping[int, RemoteTransport],
-        everybody: Mapping[int, RemoteTransport],
-        deadline: float,
-    ) -> None:
-        living = {index: each for index, each in everybody.items() if each.connected and not each.reported}
-        if living.keys() <= chosen.keys():
-            return
-        unknown = {index: each for index, each in living.items() if each.node is None}
-        Exchange(version, unknown, ask, _WORDING).finish(deadline, "only the question where each worker runs")
-        nodes = {transport.node for transport in chosen.values()}
-        left_out = [index for index, each in living.items() if index not in chosen and each.node in nodes]
-        if left_out:
-            raise ValueError(
-                f"workers {left_out} share one arena with workers of this send, which cannot reach {sorted(chosen)} "
-                "alone; send to all workers of a node, or use fan_out=None"
-            )
+        nodes, content = {transport.node for transport in workers.values()}, None
+        if self._home in nodes:
+            at_home()  # refuses what does not fit before anything is sent
+        if nodes - {self._home}:  # before wait_async() the trainer may change its weights
+            packed = self._packer.pack(source, label.model_id, label.version)
+            content = next(iter(workers.values())).wrap(packed)
+            source = unpack(packed.label, packed.manifest, packed.buffer)
+        return Exchange(label.version, workers, steps)
 
     def last_weights(self) -> Any:
         """A copy of what was sent last; None: nothing yet."""
-        packed, near, news = self._packer.newest, self._near.by_group.get(ALL), self._newest
-        if near is not None and news is not None and (packed is None or near.version >= packed.label.version):
-            return near.state_dict() | by_name(news.label.extra)
-        return None if packed is None else unpack(packed.label, packed.buffer.clone())
+        packed, near = self._packer.newest, self._near.newest
+        if near is not None and (packed is None or near.label.version >= packed.label.version):
+            return self._near.state_dict()
+        return None if packed is None else unpack(packed.label, packed.manifest, packed.buffer.clone())
 
     def close(self) -> None:
         """End the arena of this node. Idempotent."""

@@ -7,18 +7,24 @@ return is the answer. What Ray reports of a dead actor is raised as WorkerDied.
 
 from __future__ import annotations
 
-import re
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import numpy
+import torch
 from typing_extensions import override
 
 from ...engine.outcome import Failure
 from ...errors import ProtocolError
+from ...memory.manifest import Manifest
+from ...memory.torch_modes import run_plainly
 from ..context import Arguments, find_object
 from ..strategy import Form
-from .base import Dead, Failed, PackedWeights, RemoteReceiver, RemoteScheme, RemoteSender, RemoteTransport
+from .base import Dead, Failed, RemoteScheme, RemoteSender, RemoteTransport
 from .nodes import NodeFanOut
+from .packing import Label, PackedWeights, unpack
+from .receiver import RemoteReceiver, receivers
 
 TensorTransport = Literal["object_store", "nixl"]
 
@@ -115,14 +121,14 @@ class RayTransport(RemoteTransport):
 
     @override
     def wrap(self, packed: PackedWeights) -> Any:
-        """The weights in the object store. As an array: Ray writes its bytes there, where it would pickle a tensor."""
+        """A reference to the weights in the object store."""
         if not self._ray.is_initialized():  # ray.put() would start a Ray on this machine
             raise ProtocolError("Ray is not running in this process; call ray.init() before you send")
         if self.tensor_transport == "object_store":
-            return self._ray.put(PackedWeights(packed.label, packed.buffer.numpy()))
+            return self._ray.put(StoredWeights(packed))
         try:
             # A separate tensor: the other side may read it at any time.
-            content = PackedWeights(packed.label, packed.buffer.clone())
+            content = PackedWeights(packed.label, packed.manifest, packed.buffer.clone())
             return self._ray.put(content, _tensor_transport=self.tensor_transport)
         except Exception as error:
             raise ProtocolError(
@@ -134,11 +140,7 @@ class RayTransport(RemoteTransport):
     @override
     def start(self, content: Any) -> Any:
         name, argument = self.method
-        try:
-            return getattr(self.actor, name).remote(**{argument: content}).future()
-        except (AttributeError, TypeError) as error:  # it has no such method, or other parameters
-            text = f"the actor does not take the weights: {error}; define its method {name}({argument})"
-            raise Failed(Failure.of(TypeError(text))._replace(trace=text)) from error
+        return getattr(self.actor, name).remote(**{argument: content}).future()
 
     def call(self, function: Callable[..., Any], content: Any = None, *args: Any) -> Any:
         """Call function(content, *args) in the actor's process; the answer is what that returns."""
@@ -157,23 +159,40 @@ class RayTransport(RemoteTransport):
             return request.result()
         except gone as error:
             final = not isinstance(error, exceptions.ActorUnavailableError)
-            raise Dead(f"Ray: {' '.join(_plain(str(error)))[:300]}", final=final) from error
+            raise Dead(f"Ray: {error}", final=final) from error
         except exceptions.RayError as error:  # the actor raised, an object is lost, ...
             cause = getattr(error, "cause", None)
-            if isinstance(cause, BaseException):
-                raise Failed(Failure.of(cause)._replace(trace=str(error))) from error
-            last = (_plain(str(error)) or [repr(error)])[-1]  # its class cannot be rebuilt here; it ends the text
-            raise Failed(Failure(None, None, last, str(error))) from error
+            failure = Failure.of(cause if isinstance(cause, BaseException) else error)
+            raise Failed(failure._replace(trace=str(error))) from error
 
 
 def _call(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def _plain(text: str) -> list[str]:
-    """The lines of what Ray says, without colours and pointers."""
-    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
-    return [line for line in lines if line.strip("^~ ")]
+class StoredWeights:
+    """Packed weights for Ray's object store. Unpickle as the weights, with their label.
+
+    As an array: Ray writes its bytes into the store, where it would pickle a tensor. All actors of a node map them, so
+    views go only to models whose receiver is in the process: it copies them. Others get a private copy.
+    """
+
+    def __init__(self, packed: PackedWeights) -> None:
+        self._packed = packed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        packed = self._packed
+        return _fetched, (packed.label, packed.manifest, packed.buffer.numpy())
+
+
+@run_plainly
+def _fetched(label: Label, manifest: Manifest, stored: numpy.ndarray) -> Any:
+    if not stored.nbytes or all(receiver.model_id != label.model_id for receiver in list(receivers)):
+        return unpack(label, manifest, torch.from_numpy(stored.copy()))
+    # from_numpy() would warn each time that it is read-only.
+    memory = (ctypes.c_uint8 * stored.nbytes).from_address(stored.ctypes.data)
+    memory.array = stored  # type: ignore[attr-defined]  # keeps it
+    return unpack(label, manifest, torch.frombuffer(memory, dtype=torch.uint8))
 
 
 # ---- actors that hold a module, such as RayModuleTransform's

@@ -10,7 +10,6 @@ from __future__ import annotations
 from concurrent import futures
 from typing import Any
 
-import torch
 from typing_extensions import override
 
 from ...engine.outcome import Failure
@@ -33,10 +32,7 @@ class RPCWeightSyncScheme(RemoteScheme):
     @override
     def create_transport(self, pipe_or_context: Any = None) -> RPCTransport:
         """The transport to a worker, given as (info, rref, class)."""
-        triple = pipe_or_context if isinstance(pipe_or_context, tuple) else (pipe_or_context,)
-        if len(triple) not in (1, 3):
-            raise ValueError(f"an RPC worker is given as (info, rref, class), not as {len(triple)} things")
-        return RPCTransport(*triple, timeout=self.timeout)
+        return RPCTransport(*(pipe_or_context or ()), timeout=self.timeout)
 
     @override
     def workers(self, arguments: Arguments) -> list[tuple[Any, Any, Any]]:
@@ -106,7 +102,7 @@ class RPCTransport(RemoteTransport):
 
     def _dead(self, error: BaseException) -> Dead:
         name = getattr(self.info, "name", self.info)
-        return Dead(f"RPC worker {name}: {' '.join(str(error).split())[:200]}")
+        return Dead(f"RPC worker {name}: {error}")
 
     @override
     def check_connection(self) -> bool:
@@ -119,9 +115,7 @@ class RPCTransport(RemoteTransport):
 def run_there(method: Any, rref: Any, weights: Any) -> Failure | None:
     """On the worker: method(rref, weights). An exception is returned, since torch keeps neither its type nor cause."""
     try:
-        returned = method(rref, weights)
-        if isinstance(returned, torch.futures.Future):  # of rpc.functions.async_execution
-            returned.wait()
+        method(rref, weights)
     except Exception as error:
         return Failure.of(error)
     return None

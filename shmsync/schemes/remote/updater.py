@@ -19,7 +19,8 @@ from ...engine.deadlines import deadline_after, timeout_or_default
 from ...engine.outcome import listed
 from ...errors import WorkerDied
 from ..strategy import WeightStrategy
-from .base import DEFAULT_TIMEOUT, Exchange, Packer, one_step
+from .base import DEFAULT_TIMEOUT, Exchange, one_step
+from .packing import Packer
 from .ray import RayTransport, require_ray
 
 if TYPE_CHECKING:

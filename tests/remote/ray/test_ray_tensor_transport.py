@@ -10,7 +10,7 @@ import ray
 
 import shmsync
 from shmsync import RayActorTransport, RayModuleTransformScheme, RayTransport, RayWeightSyncScheme
-from shmsync.schemes.remote.base import PackedWeights
+from shmsync.schemes.remote.packing import PackedWeights
 from support.remote import ray_parts as parts
 
 

@@ -76,7 +76,7 @@ class CallTransport(RemoteTransport):
 
     @staticmethod
     def wait(requests, seconds):
-        if not all(request.done() for request in requests):
+        if not any(request.done() for request in requests):
             time.sleep(min(seconds, 0.001))
 
     def check_connection(self):

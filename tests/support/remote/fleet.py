@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import rpc
 
 from shmsync import DistributedWeightSyncScheme, RPCWeightSyncScheme
+from shmsync.schemes.remote import nodes
 from support.processes import mapping_at
 from support.weights import fill
 
@@ -60,6 +61,11 @@ class Fleet:
     def look(self, *who):
         """(value, version) of these workers, by default of all."""
         return [self.workers[index].call(look) for index in who or range(len(self.workers))]
+
+    def leader(self):
+        """The index of the worker that publishes for its node; only one may. The first to say where it runs leads."""
+        (found,) = [index for index, worker in enumerate(self.workers) if worker.call(leads)]
+        return found
 
 
 # ---- in every process
@@ -156,6 +162,10 @@ def applied(state):
     return mine.applied
 
 
+def leads(state):
+    return bool(nodes._led)
+
+
 def memory(state):
     """(permissions, inode) of the memory in which the model's weights lie."""
     return mapping_at(mine.model.weight.data_ptr())[:2]
@@ -193,6 +203,11 @@ def replace(state, index, rank):
 def send(state, value, *, workers=None, timeout=None):
     fill(state.model, value)
     return state.sender.send(worker_ids=workers, timeout=timeout)
+
+
+def change(state, value):
+    """The trainer goes on."""
+    fill(state.model, value)
 
 
 def send_async(state, value):
