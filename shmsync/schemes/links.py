@@ -86,12 +86,6 @@ class Link(Pipe):
             if process is not None and process.pid is not None:
                 self.peer = Peer(process=process)
 
-    @property
-    @override
-    def dead(self) -> bool:
-        """Is its process gone, or an end of the pipe closed? What it sent before can still be read."""
-        return super().dead or (self.peer is not None and self.peer.dead)
-
     def __str__(self) -> str:
         if self.peer is not None:
             return str(self.peer)
@@ -203,7 +197,8 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Tag], deadline: float, 
         while waiting:
             for index, may_be_dead in ready.items():
                 link, tag = waiting[index], tags[index]
-                gone = may_be_dead and link.dead  # before the last look: what it sent, it sent before it died
+                # Before the last look: what it sent, it sent before it died.
+                gone = may_be_dead and link.peer is not None and link.peer.dead
                 result = link.pump(tag)
                 if result == word:
                     outcome.done.append(index)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import pickle
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +21,7 @@ from typing_extensions import override
 from ..engine.deadlines import timeout_or_default
 from ..engine.source.dtypes import Dtypes
 from ..engine.source.leaf_check import problem_with
-from ..errors import ProtocolError, ShmSyncError
+from ..errors import ShmSyncError
 from ..memory.devices import laid_out
 from ..memory.manifest import Strides, contiguous, layout_of
 from ..memory.process import me
@@ -99,14 +100,7 @@ class MultiProcessSender(PipeSender):
     @override
     def _announce(self, links: Mapping[int, Link], *, again: bool = False) -> Posted:
         if again and self._scheme.partial:  # everything, not the newest part
-            whole = self._scheme.prepare_weights(None, self._model_id, self._strategy, self._context)
-            if whole is None:
-                raise ProtocolError(
-                    f"with partial=True only parts of {self._model_id!r} may have been sent, and a resend brings "
-                    "everything: give init_on_sender() model= or a context that has it, or send() all weights"
-                )
-            self._version = self._next_version(links, self._version)
-            self._newest = WeightsMessage((self._model_id, self._version), whole)
+            self._write(self._source(None), links, math.inf)
         message = self._newest
         assert message is not None, "something was sent"
         for link in links.values():

@@ -93,11 +93,6 @@ class Pipe:
         connection = self._connection()
         return connection is None or connection.closed
 
-    @property
-    def dead(self) -> bool:
-        """Is this end closed, or the other one, as far as it was noticed?"""
-        return bool(self.ended) or self.closed
-
     def send(self, frame: bytes) -> None:
         """Write a framed message as far as the pipe takes it; flush() writes the rest. Raises OSError when closed."""
         with self.lock:

@@ -107,10 +107,8 @@ class PipeTransport:
 
     def check_connection(self) -> bool:
         """Are both ends open, as far as is known?"""
-        if self.pipe is None:
-            return True
-        end = Pipe.known(self.pipe)
-        return not (self.pipe.closed if end is None else end.dead)
+        end = None if self.pipe is None else Pipe.known(self.pipe)
+        return self.pipe is None or not (self.pipe.closed or (end is not None and end.ended))
 
     def pending(self) -> list[Any]:
         """Messages that came over the pipe and are not about weights, oldest first; each is given once."""
