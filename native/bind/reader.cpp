@@ -140,14 +140,23 @@ class ReadMethods {
 };
 
 // The first import of tensordict takes over 1 s, and a section may be for `section.weights`: inside, a publisher with
-// one slot would wait for it.
+// one slot would wait for it. A process that cannot import it has section.numpy() and bound modules.
+void import_tensordict() {
+  static bool tried = false;
+  if (tried) return;
+  PyObject* const tensordict = PyImport_ImportModule("tensordict");
+  if (tensordict == nullptr && !PyErr_ExceptionMatches(PyExc_ImportError)) throw nb::python_error();
+  PyErr_Clear();
+  Py_XDECREF(tensordict);
+  tried = true;
+}
+
 PyObject* read_of_methods(PyObject* self, PyObject* args, PyObject* kwargs) {
-  static bool imported = false;
-  if (!imported) {
-    PyObject* const tensordict = PyImport_ImportModule("tensordict");
-    if (tensordict == nullptr) return nullptr;
-    Py_DECREF(tensordict);
-    imported = true;
+  try {
+    import_tensordict();
+  } catch (nb::python_error& error) {
+    error.restore();
+    return nullptr;
   }
   return read_or_null(nb::inst_ptr<ReadMethods>(self)->reader(), args, kwargs);
 }
@@ -208,6 +217,8 @@ void bind_reader(nb::module_& m) {
       nb::sig("def when_compiling(register: typing.Callable[[], object]) -> None"),
       "`register` tells Dynamo what it must know.");
   m.def("tell_dynamo", &tell_dynamo, "Call `register`, once, if Dynamo has been imported.");
+  m.def("import_tensordict", &import_tensordict,
+        "Import it, if that can be done: call it before a section is entered.");
 
   nb::class_<Section>(
       m, "ReadSection",

@@ -34,6 +34,7 @@ from .source.sources import SAME, Filter, Patterns, Weights
 from .stats import PublisherStats, ReaderInfo
 from .subscriber import live_weights
 from .write.acks import Acks, Procs, check_workers, processes_of, wait_for_readers
+from .write.adoption import adopt
 from .write.optimizer_steps import as_list
 from .write.writer import Writer
 
@@ -129,8 +130,9 @@ class Publisher:
         """The published weights, zero-copy and read-only: writing into them is a SIGSEGV. Use update() to write."""
         writer = self._writer
         writer.check()
-        if writer.device is not None and writer.arena.on_device is None:
-            writer.device.wait(deadline_after(None, writer.timeout))  # else the host may see them half copied
+        device = writer.slots.device
+        if device is not None and writer.arena.on_device is None:
+            device.wait(deadline_after(None, writer.timeout))  # else the host may see them half copied
         return writer.arena.weights(writer.current[1])
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -187,7 +189,7 @@ class Publisher:
             WriterBusy: another thread is writing.
             Poisoned: only a part of the weights was given, after an update() that failed.
             ProtocolError: this thread is inside a read section that is in the way, or Workers were not started.
-            WorkerDied: published, but these workers died before they had applied it.
+            WorkerDied: published, but these workers died, or returned from their function, before they had applied it.
             AckTimeout: published, but these workers have not applied it in time.
         """
         writer = self._writer
@@ -228,7 +230,7 @@ class Publisher:
         slots = self._writer.arena.slots
         if slots != 1:
             raise ValueError(f"adopt() needs slots=1 but this arena has slots={slots}; use publish() instead")
-        self._writer.adopt(self, module, as_list(optimizer))
+        adopt(self._writer, self, module, as_list(optimizer))
 
     def readers(self) -> list[ReaderInfo]:
         """Every subscriber, including dead ones whose rows are not yet free."""
@@ -323,7 +325,7 @@ class Update(_native.Scope):
         writer.lock.acquire(self)
         deadline = deadline_after(self._timeout, writer.timeout)
         try:
-            if writer.closed or writer.device is not None or writer.native.writing:
+            if writer.closed or writer.slots.device is not None or writer.native.writing:
                 writer.ready(deadline)
             if self._acks is not None:
                 writer.workers.refuse(self._acks)
@@ -356,7 +358,7 @@ class Update(_native.Scope):
         writer = self._writer
         if writer.lock.held_by(self) and not writer.in_parent:
             writer.updating_thread = None
-            writer.undo()
+            writer.slots.undo()
             writer.lock.release(self)
 
 

@@ -1,6 +1,6 @@
 """What publishers and subscribers report about themselves: frozen dataclasses, times in seconds.
 
-A publisher's figures are counted in publisher.py, write/writer.py and write/pin_wait.py, a subscriber's in
+A publisher's figures are counted in publisher.py, write/writer.py and write/slot_writer.py, a subscriber's in
 native/src/read_section.cpp and read/reading.py.
 """
 
@@ -49,6 +49,8 @@ class Counts:
     updates: int = 0
     bytes_copied: int = 0
     aborted: int = 0
+    reaped: int = 0
+    stalls: int = 0
     publish: Samples = field(default_factory=Samples)
     pin_wait: Samples = field(default_factory=Samples)
     ack_wait: Samples = field(default_factory=Samples)

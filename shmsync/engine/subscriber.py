@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -281,8 +279,7 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
             ProtocolError: the result is a generator or a coroutine, or holds one.
             ShmSyncError: as in read().
         """
-        if "tensordict" not in sys.modules:  # as read(), before the section
-            import_module("tensordict")
+        _native.import_tensordict()  # as read()
         result, version = self._reader.run(self._reader.private, fn, args, kwargs)
         return (result, version) if with_version else result
 

@@ -60,7 +60,7 @@ class Attachment:
     def check_whole(self, model: Any) -> None:
         """Raise ManifestMismatch, with nothing changed, unless the model has exactly the arena's leaves."""
         if isinstance(model, nn.Module):
-            self._check_of(model, whole=True).tensors(bindable(model))
+            self._check_of(model, whole=True).fit(bindable(model))
         else:
             WeightStrategy().check_weights(model, self.subscriber.weights)
 

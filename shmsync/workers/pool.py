@@ -21,6 +21,7 @@ from ..engine.outcome import RemoteTraceback, listed
 from ..engine.publisher import Publisher, writer_of
 from ..engine.write.acks import WorkerWatch
 from ..errors import AckTimeout, ProtocolError, WorkerDied, WorkerFailed
+from ..memory.process import Peer
 from .process import EXIT_CODE, Process, end, wait_for_any, watched
 from .worker_process import attach_and_work
 
@@ -190,7 +191,7 @@ class Workers:
             )
         try:
             self._writer.workers.not_started.clear()  # those of another Workers object too, whose place these take
-            self._writer.workers.watch = WorkerWatch(self._look, self._explains, self._before_write)
+            self._writer.workers.watch = WorkerWatch(self._look, self._explains, self._before_write, self._peer_of)
             self._start(range(self._count))
         except BaseException:
             self._end_all()
@@ -252,14 +253,25 @@ class Workers:
             self._look()
 
     def _explains(self, error: WorkerDied) -> bool:
-        """As _look(), when the reader table shows deaths. Do all of these workers run again?"""
-        named = [member for rank, member in self._members.items() if rank in error.missing]
-        if any(member.reported for member in named):
+        """As _look(), when a wait finds that these workers have ended. Do all of them run again?"""
+        named = {rank: member for rank, member in self._members.items() if rank in error.missing}
+        if any(member.reported for member in named.values()):
             return False  # it is _look()'s own error; a second look would raise the next one in its place
-        for member in named:
+        for member in named.values():
             member.process.join(EXIT_CODE)  # the table shows the end of its last thread a moment sooner
         self._look(error.version or 0)
+        returned = [rank for rank, member in named.items() if member.returned]
+        if returned:
+            raise WorkerDied(
+                f"version {error.version} is published, but {listed(returned)} had returned before applying it; wait "
+                "for those that run, which workers.alive lists",
+                version=error.version,
+                missing=error.missing,
+            )
         return self._writer.workers.watch is None or set(error.missing) <= set(self.alive)
+
+    def _peer_of(self, rank: int) -> Peer | None:
+        return self._members[rank].peer if rank in self._members else None
 
     def _start(self, ranks: Iterable[int]) -> None:
         """Start these workers and wait until they are attached."""

@@ -48,6 +48,7 @@ class Process:
         attached: it has its weights.
         failure: the first exception that it has reported.
         over: it is dead, and its messages were all read.
+        returned: its function has returned.
         reported: its failure or death was raised, or it was ended on purpose.
 
     Raises ProtocolError in a daemon process, and for arguments that only forked processes can use.
@@ -66,7 +67,7 @@ class Process:
         self._sessions = arenas
         self._memory_kills = memory_kills()
         self.failure: Failure | None = None
-        self.attached = self.over = self.reported = self._returned = False
+        self.attached = self.over = self.reported = self.returned = False
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
             target=run,
@@ -96,7 +97,7 @@ class Process:
     @property
     def lost(self) -> bool:
         """Has it failed, or ended without having returned? Call read() before."""
-        return self.failure is not None or (self.over and not self._returned)
+        return self.failure is not None or (self.over and not self.returned)
 
     @property
     def how(self) -> str:
@@ -130,7 +131,7 @@ class Process:
                 elif word == FAILED:
                     self.failure = self.failure or content
                 elif word == RETURNED:
-                    self._returned = True
+                    self.returned = True
                 else:
                     self.take(word, content)
         except (EOFError, OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import signal
 import threading
@@ -12,9 +13,10 @@ import pytest
 import torch
 
 import shmsync
+from support.calls import Call
 from support.jobs import workers as jobs
 from support.jobs.workers import never_returns, pids, queue
-from support.processes import alive, kill, stop, until
+from support.processes import alive, kill, stop, until, until_waits
 from support.weights import stamped, stamps
 
 
@@ -130,6 +132,31 @@ def test_a_worker_may_return_early(pub):
         assert sorted(answers.get() for _ in range(2)) == [0, 1]
         until(lambda: workers.alive == [])
         assert pub.publish(wait=True) == 2
+
+
+def return_when_asked(sub, go_on):
+    if sub.worker == 0:
+        go_on.wait()
+    else:
+        jobs.apply(sub)
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_wait_for_a_worker_that_has_returned_ends_at_once(pub, when):
+    """There is no deadline here: only the end of its process ends the wait."""
+    go_on = multiprocessing.get_context("forkserver").Event()
+    with shmsync.Workers(pub, return_when_asked, 2, args=(go_on,)) as workers:
+        if when == "before":
+            go_on.set()
+            until(lambda: workers.alive == [1])
+        waiting = Call(pub.publish, wait=[1, 0], timeout=math.inf)
+        if when == "meanwhile":
+            until_waits(waiting, "_wait_for_acks")
+            go_on.set()
+        with pytest.raises(shmsync.WorkerDied, match=r"worker 0 had returned .* which workers\.alive lists") as caught:
+            waiting.result()
+        assert (caught.value.missing, caught.value.version) == ([0], 2)
+        assert pub.publish(wait=workers.alive) == 3
 
 
 def test_what_does_not_return_is_terminated(pub, caplog):

@@ -11,7 +11,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -53,25 +54,23 @@ class Binding(_native.Follower):
     Args:
         path: moves it, once it is one of its followers: the tensors show the arena's weights from move() on.
         module: whose tensors are bound.
-        check: which of them are views, and of which leaves.
-        tensors: what check.tensors() has given for the module.
+        fit: they, and the leaves that they show.
     """
 
-    def __init__(self, path: ReadPath, module: nn.Module, check: ModuleCheck, tensors: dict[Key, torch.Tensor]) -> None:
+    def __init__(self, path: ReadPath, module: nn.Module, fit: Fit) -> None:
         self.path, self._name = weakref.ref(path), path.name
         self._arena: Arena = path.arena
         self._root = weakref.ref(module)
-        self._empty = list(check.empty.items())  # the first move fills them
+        self._empty = list(fit.empty)  # the first move fills them
         modules = modules_in(module)
         with plainly():
-            check.refuse_views(module, tensors)
-            materialise(module, (*tensors.values(), *check.empty.values()), path.arena.device)
-            leaves = {id(tensor): (check.leaf_of(key), tensor) for key, tensor in tensors.items()}
-            bound = leaves.keys() | {id(tensor) for tensor in check.empty.values()}
+            materialise(module, [tensor for _, tensor in (*fit.moved, *fit.empty)], path.arena.device)
+            leaves = {id(tensor): (leaf, tensor) for leaf, tensor in fit.moved}
+            bound = leaves.keys() | {id(tensor) for _, tensor in fit.empty}
             self._owners = [weakref.ref(each) for each in modules if not bound.isdisjoint(map(id, _held_by(each)))]
-            viewed = [pair for pair in leaves.values() if check.viewed(pair[1])]
+            viewed = [pair for pair in leaves.values() if fit.viewed(pair[1])]
             self._viewed_keys, self._viewed = [leaf for leaf, _ in viewed], [tensor for _, tensor in viewed]
-            self.copied = [pair for pair in leaves.values() if not check.viewed(pair[1])]
+            self.copied = [pair for pair in leaves.values() if not fit.viewed(pair[1])]
             by_key = self._arena.manifest.by_key
             self.buffers = [tensor for _, tensor in self.copied]  # private copies: forward passes write them
             for leaf, tensor in self.copied:
@@ -213,12 +212,12 @@ def bound_to(module: nn.Module) -> list[Binding]:
     return [each for each in serving if not mine.isdisjoint(each.tensors())]
 
 
-def taken_over(module: nn.Module, tensors: Mapping[Key, torch.Tensor], reader: ReadPath) -> list[Binding]:
+def taken_over(module: nn.Module, fit: Fit, reader: ReadPath) -> list[Binding]:
     """The bindings of this reader that end if these tensors of the module are bound.
 
     Raises ProtocolError if the module shares tensors with one that another Subscriber moves.
     """
-    mine = {id(tensor) for tensor in tensors.values()}
+    mine = {id(tensor) for _, tensor in fit.moved}
     replaced = []
     for old in bound_to(module):
         path = old.path()
@@ -245,6 +244,24 @@ def make_private(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -
         tensor.data = own if strides is None else laid_out(own, strides)
 
 
+class Fit(NamedTuple):
+    """The tensors of a module that fit an arena, with the leaves that they show.
+
+    Attributes:
+        moved: those that move with the version.
+        empty: buffers in no state_dict(), on the meta device: the first version fills them.
+        copies: parameters are private copies too, as buffers are.
+    """
+
+    moved: list[tuple[Key, torch.Tensor]]
+    empty: list[tuple[Key, torch.Tensor]]
+    copies: bool
+
+    def viewed(self, tensor: torch.Tensor) -> bool:
+        """Does this tensor show the arena's memory? Else it is a private copy."""
+        return not self.copies and isinstance(tensor, nn.Parameter)
+
+
 @dataclass(eq=False)
 class ModuleCheck:
     """How modules are bound to an arena; finds the tensors of one, and checks them.
@@ -264,99 +281,72 @@ class ModuleCheck:
     absent: Collection[Key] = ()
     prefix: Key = ()
     whole: bool = False
-    # What tensors() has found: buffers in no state_dict(), on the meta device, by leaf.
-    empty: dict[Key, torch.Tensor] = field(default_factory=dict, init=False)
-    # Keys of the module to leaves, which differ by `prefix` and by the names of wrappers.
-    _spelled: dict[Key, Key] = field(default_factory=dict, init=False)
-    # Second names of leaves, and the leaves.
-    _second: dict[Key, Key] = field(default_factory=dict, init=False)
 
-    @property
-    def beside(self) -> frozenset[Key]:
-        """Leaves of the arena that are no tensors of the module, those of wrappers included."""
-        by_key, prefix = self.arena.manifest.by_key, self.prefix
-        outside = {key for key in by_key if key[: len(prefix)] != prefix}
-        return frozenset(self.absent) | of_wrappers(by_key) | outside
+    @run_plainly
+    def fit(self, module: nn.Module) -> Fit:
+        """The tensors that move with the version. Raises ManifestMismatch when the module does not fit.
 
-    def viewed(self, tensor: torch.Tensor) -> bool:
-        """Does this tensor show the arena's memory? Else it is a private copy."""
-        return not self.copies and isinstance(tensor, nn.Parameter)
-
-    def tensors(self, module: nn.Module) -> dict[Key, torch.Tensor]:
-        """The tensors that move with the version, by key. Raises ManifestMismatch when the module does not fit.
-
-        Buffers that are in no state_dict() are the module's own. The first version fills those that are `empty`.
+        Buffers that are in no state_dict() are the module's own.
         """
         refuse_max_norm(
             module,
             "but bound weights are read-only. Normalise in the trainer, build the worker's module without max_norm",
         )
-        leaves = self.arena.manifest.by_key
-        found = collect(module, EVERYTHING)
+        leaves, prefix = self.arena.manifest.by_key, self.prefix
+        found = {(*prefix, *key): tensor for key, tensor in collect(module, EVERYTHING).items()}
         lazy = [".".join(key) for key, each in found.items() if is_lazy(each)]
         if lazy:
             raise ProtocolError(f"{lazy[0]} is not initialised yet, in a lazy module; run it once before binding it")
-        whole = {key: (*self.prefix, *key) for key in found}
-        unsaved = {whole[key] for key in not_saved(module) if key in whole}
+        unsaved = found.keys() & {(*prefix, *key) for key in not_saved(module)}
         unsaved |= {key for key, leaf in leaves.items() if not leaf.saved}
-        saved, tensors = without(leaves, unsaved), without({whole[k]: tensor for k, tensor in found.items()}, unsaved)
-        others = respelled(tensors, saved)
-        spelled = {key: others.get(each, each) for key, each in whole.items()}
-        module_key = {leaf: key for key, leaf in spelled.items()}
-        tensors = {others.get(key, key): tensor for key, tensor in tensors.items()}
-        self._second = second_names(tensors, saved)
-        own = without(tensors, self._second)
-        if self.arena.manifest.filtered and not self.whole:
-            own = {key: tensor for key, tensor in own.items() if key in saved}
-        empty = {leaf: found[key] for key, leaf in spelled.items() if leaf in unsaved and leaf in leaves}
-        self.empty = {leaf: tensor for leaf, tensor in empty.items() if tensor.is_meta}
-        for key, leaf in spelled.items():
-            if leaf in unsaved and leaf not in leaves and found[key].is_meta:
+        empty = {key: tensor for key, tensor in found.items() if key in unsaved and tensor.is_meta}
+        for key in empty:
+            if key not in leaves:
                 raise ManifestMismatch(
                     f"{'.'.join(key)} is on the meta device, and arena {self.name!r} cannot fill it: a state_dict() "
                     "has no buffers with persistent=False. Publish the module itself, or give the buffer values first"
                 )
-        self.check(own | self.empty, unsaved)
-        self._spelled = spelled
-        return {module_key[key]: tensor for key, tensor in (own | {key: tensors[key] for key in self._second}).items()}
+        saved, tensors = without(leaves, unsaved), without(found, unsaved)
+        spelled = respelled(tensors, saved)
+        tensors = {spelled.get(key, key): tensor for key, tensor in tensors.items()}
+        second = second_names(tensors, saved)
+        own = without(tensors, second)
+        if self.arena.manifest.filtered and not self.whole:
+            own = {key: tensor for key, tensor in own.items() if key in saved}
+        self._refuse_misfit(own | empty, unsaved)
+        moved = [*own.items(), *((first, tensors[key]) for key, first in second.items())]
+        refuse_views({".".join(key): tensor for key, tensor in found.items()}, {id(tensor) for _, tensor in moved})
+        return Fit(moved, list(empty.items()), self.copies)
 
-    def refuse_views(self, module: nn.Module, moved: Mapping[Key, torch.Tensor]) -> None:
-        """Raise ManifestMismatch for a tensor of the module that shares memory with one that moves away from it."""
-        moving = {id(tensor) for tensor in moved.values()}
-        found = {".".join(key): each for key, each in collect(module, EVERYTHING).items()}
-        for one, two in overlapping(found, moving):
-            if (id(found[one]) in moving) != (id(found[two]) in moving):
-                view, parameter = (two, one) if id(found[one]) in moving else (one, two)
-                raise ManifestMismatch(
-                    f"{view} is a view of {parameter}, which moves with each version, while the "
-                    "view would keep old values; nothing was changed. Take the view in forward(), or register the "
-                    "buffer with persistent=True, which publishes it"
-                )
-
-    def leaf_of(self, key: Key) -> Key:
-        """The leaf that a tensor of the module shows: that of its own key, or of the tensor which it is tied to."""
-        leaf = self._spelled[key]
-        return self._second.get(leaf, leaf)
-
-    def check(self, tensors: Mapping[Key, torch.Tensor], unsaved: Collection[Key] = ()) -> None:
-        """Raise ManifestMismatch when these tensors cannot show what the arena has under their keys.
-
-        `unsaved`: keys that need no tensor.
-        """
-        arena = self.arena
+    def _refuse_misfit(self, tensors: Mapping[Key, torch.Tensor], unsaved: Collection[Key]) -> None:
+        """Raise ManifestMismatch when these cannot show what the arena has under their keys, or leave one out."""
+        arena, by_key, prefix = self.arena, self.arena.manifest.by_key, self.prefix
+        outside = {key for key in by_key if key[: len(prefix)] != prefix}
+        beside = {*self.absent, *of_wrappers(by_key), *unsaved} | outside  # leaves that are no tensors of the module
         meta = {key: t for key, t in tensors.items() if t.device.type == "meta" and not is_wrapper(t)}
         proxies = {key: torch.empty_like(t, device="cpu") for key, t in meta.items()}
-        others = {key: view for key, view in arena.views(0).items() if key in self.beside or key in unsaved}
-        given = {**others, **tensors, **proxies}
+        given = {**{key: view for key, view in arena.views(0).items() if key in beside}, **tensors, **proxies}
         problems = mismatches(given, arena, partial=False, any_device=True, source_is="module")
         if not self.copies:
             problems += [f"{each}; move it there" for each in elsewhere(tensors, arena)]
         problems = problems or tied_apart(tensors, arena, "module")
         if problems:
             cure = dtype_cure(given, arena, problems)
-            if any(key not in arena.manifest.by_key for key in given):
+            if any(key not in by_key for key in given):
                 cure += "\nTo publish a part of a model, make it from the model: Publisher(model, include=[...])."
             raise ManifestMismatch(describe_problems(problems, f"arena {self.name!r}", "the module to bind") + cure)
+
+
+def refuse_views(named: Mapping[str, torch.Tensor], moving: set[int]) -> None:
+    """Raise ManifestMismatch for one of these tensors that shares memory with one that moves away from it, by id."""
+    for one, two in overlapping(named, moving):
+        if (id(named[one]) in moving) != (id(named[two]) in moving):
+            view, parameter = (two, one) if id(named[one]) in moving else (one, two)
+            raise ManifestMismatch(
+                f"{view} is a view of {parameter}, which moves with each version, while the "
+                "view would keep old values; nothing was changed. Take the view in forward(), or register the "
+                "buffer with persistent=True, which publishes it"
+            )
 
 
 def bindable(module: nn.Module) -> nn.Module:

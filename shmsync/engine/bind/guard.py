@@ -38,15 +38,15 @@ def bind(reader: ReadPath, module: M, guard: GuardNames, check: ModuleCheck, *, 
     # No call is under way while the tensors change hands.
     with reader.hold_lock():
         reader.followers[:] = [each for each in reader.followers if each.owners()]
-        tensors = check.tensors(bound)
-        replaced = taken_over(bound, tensors, reader)
+        fit = check.fit(bound)
+        replaced = taken_over(bound, fit, reader)
         before = list(reader.followers)
         # What fits no more would be an error at the entry of the section.
         reader.followers[:] = [each for each in before if each not in replaced]
         had_used = reader.has_used_version
         try:
             with reader.read() if reader.applied_version else nullcontext():
-                binding = Binding(reader, bound, check, tensors)
+                binding = Binding(reader, bound, fit)
                 if reader.applied_version:
                     binding.move(reader.held_slot)
                 reader.followers.append(binding)

@@ -18,11 +18,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from ... import _native
 from ...errors import ProtocolError, WorkerDied
 from ...memory import arena as arenas
-from ...memory.process import Peer, Peers, ProcessState, owner_word, pid_of
+from ...memory.process import Peer, Peers, ProcessState, owner_word, pid_of, stay_if_exiting
 from ...memory.segment import RowId
 from ..deadlines import check_worker, slice_until
 from ..outcome import Outcome, Wording
-from .pin_wait import PinWait
+from .slot_writer import SlotWriter
 
 Procs = Sequence[Any] | Mapping[int, Any] | None
 
@@ -38,11 +38,13 @@ class RowWait:
         done: has this row, which may be given back already, done what it is asked for? None: to be attached is enough,
             and lasts as long as its process lives.
         dead: processes that died before, by their rows, with the names that errors give them.
+        peer_of: the process of a worker, if it is known.
 
     Attributes:
         done: the rows that were done, by name.
         late: the rows of living processes that are not done.
         absent: the workers that have no row.
+        over: those of them whose process has ended, so that they never will; that ends the wait.
     """
 
     def __init__(
@@ -53,13 +55,16 @@ class RowWait:
         workers: list[int] | None,
         done: Callable[[_native.Row], bool] | None,
         dead: Mapping[RowId, int | str] | None = None,
+        peer_of: Callable[[int], Peer | None] | None = None,
     ) -> None:
         self._control, self._peers, self._is_done = control, peers, done
         self._asked, self._workers = set(asked), workers
         self._dead = dict(dead or {})
+        self._peer_of = peer_of or (lambda worker: None)
         self.done: dict[int | str, _native.Row] = {}
         self.late: list[RowId] = []
         self.absent: list[int] = []
+        self.over: dict[int, Peer] = {}
 
     def until(
         self, deadline: float, check: Callable[[], None], nap: Callable[[], object], *, napped: bool = False
@@ -87,15 +92,21 @@ class RowWait:
         """What the last look has found, for an error."""
         outcome = Outcome(wording)
         outcome.dead = dict.fromkeys(self.dead.values(), "")
+        if self.over:  # the others had no time
+            outcome.dead |= {worker: str(peer) for worker, peer in self.over.items()}
+            return outcome
         owners = {self._control.name_of(row): row[1] for row in self.late}
-        outcome.late = [*owners, *self.absent]
+        outcome.late = list(owners)
         outcome.pids = {name: pid_of(owner) for name, owner in owners.items()}
         outcome.stopped = [name for name, owner in owners.items() if self._peers.state(owner) is ProcessState.STOPPED]
-        outcome.absent = list(self.absent)
+        outcome.add_late({worker: self._peer_of(worker) for worker in self.absent})
+        outcome.absent = [] if self._is_done is None else list(self.absent)
         return outcome
 
     def _look(self, *, deaths: bool) -> bool:
         """Look at all rows once. Is there anything to wait for?"""
+        # Before the rows: what these say of a process that has ended is final.
+        ended = {worker: peer for worker in self.absent if (peer := self._peer_of(worker)) is not None and peer.dead}
         if self._is_done is None:
             self.done.clear()
         self.late = []
@@ -104,7 +115,8 @@ class RowWait:
                 self.late.append(row.id)
         known = {*self.done, *self._dead.values(), *map(self._control.name_of, self.late)}
         self.absent = [worker for worker in self._workers or () if worker not in known]
-        return bool(self.late or self.absent)
+        self.over = {worker: ended[worker] for worker in self.absent if worker in ended}
+        return bool(self.late or self.absent) and not self.over
 
     def _asks(self, row: _native.Row) -> bool:
         if row.id in self._dead:
@@ -149,75 +161,38 @@ Acks: TypeAlias = Literal["all"] | list[int]  # whose acks a call waits for: tho
 
 
 class WorkerWatch(NamedTuple):
-    """How the calls that write learn that a process of Workers has failed or died; workers/pool.py has the calls.
+    """How the calls that write learn that a process of Workers has ended or failed; workers/pool.py has the calls.
 
     The reader table shows deaths, but neither exceptions nor exit codes.
 
     Attributes:
         look: called in each slice of a wait for acks of this version, and at its end. Raises what a worker failed
             with, or WorkerDied for a dead one that is not to be started again.
-        explains: called when the reader table shows the deaths that this error names: raises an error that says more.
-            True: all of these workers run again, so the error is not to be raised.
+        explains: called when these workers have ended, as this error says: raises an error that says more. True: all of
+            them run again, so the error is not to be raised.
         before_write: called before each version is written. Raises as look() does.
+        peer_of: the process of a worker, if it is one of Workers.
     """
 
     look: Callable[[int], None]
     explains: Callable[[WorkerDied], bool]
     before_write: Callable[[], None]
-
-
-def wait_for_acks(waits: PinWait, version: int, acks: Acks, deadline: float, closing: Callable[[], bool]) -> None:
-    """Wait until the workers have acked `version`. Those that a list names may attach meanwhile.
-
-    A worker that leaves meanwhile is not waited for, unless it was named and had not acked. `waits` knows the rows that
-    this call has reaped already, while it waited for their pins. `closing` says when the arena is about to be closed.
-
-    Raises WorkerDied as soon as only dead ones are left to wait for, AckTimeout at the deadline, ClosedError.
-    """
-    what, writer, control = f"version {version}", waits.writer, waits.arena.control
-    workers = None if acks == "all" else acks
-    asked: list[RowId] = []
-    if workers is None:
-        asked = writer.wait_acks(version, writer.claimed_rows(), slice_until(deadline))
-        if not asked:
-            return  # the common case, without a look in Python
-    # Nothing newer is published meanwhile, so an ack of a later version is garbage.
-    named = {row: name for row, name in waits.died.items() if workers is not None and name in workers}
-    rows = RowWait(control, waits.peers, asked, workers, lambda row: row.acked == version, named)
-
-    def nap() -> None:
-        if rows.late:
-            writer.wait_acks(version, rows.late, slice_until(deadline))
-        else:
-            time.sleep(_NAP)  # a named worker is not attached yet
-
-    def check() -> None:
-        if closing():
-            raise rows.outcome(_ACKS).closing(what, version)
-
-    rows.until(deadline, check, nap, napped=bool(asked))
-    for row in rows.dead:
-        control.reap(*row, waits.me)  # the next publish does not wait for it
-    outcome = rows.outcome(_ACKS)
-    if outcome.late:
-        raise outcome.lateness(what, version)
-    outcome.check(what, version)
+    peer_of: Callable[[int], Peer | None]
 
 
 class AckingWorkers:
     """The workers that apply one writer's versions, as calls that write see them.
 
     Args:
-        waits: the writer's wait for a slot, with what it knows.
-        name: the arena's.
+        slots: which are written.
 
     Attributes:
         watch: how calls that write learn of failures of Workers, which set it.
         not_started: Workers that wait to be started, and how many they are.
     """
 
-    def __init__(self, waits: PinWait, name: str) -> None:
-        self._waits, self._name = waits, name
+    def __init__(self, slots: SlotWriter) -> None:
+        self._slots, self._control = slots, slots.arena.control
         self.watch: WorkerWatch | None = None
         self.not_started: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -226,9 +201,9 @@ class AckingWorkers:
         for count in self.not_started.values():
             if workers is None or any(worker < count for worker in workers):
                 raise ProtocolError(
-                    f"the {count} Workers of arena {self._name!r} were made but not started, so they cannot "
+                    f"the {count} Workers of arena {self._slots.name!r} were made but not started, so they cannot "
                     "apply a version. Write `with shmsync.Workers(...) as workers:`, or call workers.start() first",
-                    version=int(self._waits.writer.next_version),
+                    version=int(self._slots.native.next_version),
                 )
 
     def refuse(self, acks: Acks) -> None:
@@ -237,49 +212,85 @@ class AckingWorkers:
             self.refuse_not_started(None if acks == "all" else acks)
         if arenas.mapped_so_far == 1:  # by this Publisher: no Subscriber was ever made here
             return
-        arena = self._waits.arena
-        rows = [arena.control.row(index) for index in arena.rows_held_by_this_thread()]
+        rows = [self._control.row(index) for index in self._slots.arena.rows_held_by_this_thread()]
         if any(acks == "all" or row.worker in acks for row in rows):
             raise ProtocolError(
                 "this thread is inside a read section, and wait= would wait for it to leave; leave the section first",
-                version=int(self._waits.writer.next_version),
+                version=int(self._slots.native.next_version),
             )
 
-    def wait(self, version: int, acks: Acks, deadline: float, closing: Callable[[], bool]) -> None:
-        """As wait_for_acks(); raises what Workers know of a failure or a death in place of what the table shows."""
-        watch, peers = self.watch, self._waits.peers
+    def wait(self, version: int, acks: Acks, deadline: float) -> None:
+        """Wait until the workers have acked `version`. Those that a list names may attach meanwhile.
 
-        def ending() -> bool:
-            if watch is not None:
-                watch.look(version)
-            return closing()
+        A worker that leaves meanwhile is not waited for, unless it was named and had not acked.
 
+        Raises WorkerDied as soon as only dead ones are left to wait for, or a named one of Workers has ended and left
+        no ack; AckTimeout at the deadline; ClosedError. Or what Workers know of a failure or a death in its place.
+        """
+        watch, peers = self.watch, self._slots.peers
         try:
             try:
-                wait_for_acks(self._waits, version, acks, deadline, ending)
+                self._wait_for_acks(version, acks, deadline)
             except WorkerDied as error:
                 if watch is None or not watch.explains(error):
                     raise
-            ending()
+            self._look(version)
         finally:
             if len(peers):  # a worker was late; rows that were given back need no pidfd any more
-                peers.keep_only({row.owner for row in self._waits.arena.control.rows()})
+                peers.keep_only({row.owner for row in self._control.rows()})
+
+    def _look(self, version: int) -> None:
+        stay_if_exiting()
+        if self.watch is not None:
+            self.watch.look(version)
+
+    def _wait_for_acks(self, version: int, acks: Acks, deadline: float) -> None:
+        slots, native, control = self._slots, self._slots.native, self._control
+        what, workers = f"version {version}", None if acks == "all" else acks
+        asked: list[RowId] = []
+        if workers is None:
+            asked = native.wait_acks(version, native.claimed_rows(), slice_until(deadline))
+            if not asked:
+                return  # the common case, without a look in Python
+        # Those that this call has reaped already, while it waited for their pins.
+        named = {row: name for row, name in slots.died.items() if workers is not None and name in workers}
+        peer_of = None if self.watch is None else self.watch.peer_of
+        # Nothing newer is published meanwhile, so an ack of a later version is garbage.
+        rows = RowWait(control, slots.peers, asked, workers, lambda row: row.acked == version, named, peer_of)
+
+        def nap() -> None:
+            if rows.late:
+                native.wait_acks(version, rows.late, slice_until(deadline))
+            else:
+                time.sleep(_NAP)  # a named worker is not attached yet
+
+        def check() -> None:
+            self._look(version)
+            if slots.closing:
+                raise rows.outcome(_ACKS).closing(what, version)
+
+        rows.until(deadline, check, nap, napped=bool(asked))
+        for row in rows.dead:
+            control.reap(*row, slots.me)  # the next publish does not wait for it
+        outcome = rows.outcome(_ACKS)
+        if outcome.late:
+            raise outcome.lateness(what, version)
+        outcome.check(what, version)
 
     def forget(self, worker: int) -> None:
         """Another process is `worker` from now on; what those before it applied, who are gone, is not its doing."""
-        control, mine = self._waits.arena.control, self._waits.me
+        control, mine = self._control, self._slots.me
         for row in control.rows(left=True):
             if row.worker != worker:
                 continue
-            if row.owner == 0 or (not self._waits.peers.alive(row.owner) and control.reap(*row.id, mine)):
+            if row.owner == 0 or (not self._slots.peers.alive(row.owner) and control.reap(*row.id, mine)):
                 control.forget(row.number, mine)
 
     def free_rows_of(self, pid: int) -> None:
         """This process was ended on purpose: its rows are no deaths that a later wait should report."""
-        control = self._waits.arena.control
-        for row in control.rows():
-            if pid_of(row.owner) == pid and not self._waits.peers.alive(row.owner):
-                control.reap(*row.id, self._waits.me)
+        for row in self._control.rows():
+            if pid_of(row.owner) == pid and not self._slots.peers.alive(row.owner):
+                self._control.reap(*row.id, self._slots.me)
 
 
 _ATTACHED = Wording(
@@ -361,12 +372,11 @@ def wait_for_readers(
     Raises WorkerDied as soon as the process of one that is not attached has ended, AckTimeout at the deadline,
     ClosedError.
     """
-    what = f"version {version}"
     with ExitStack() as stack:
         peers = stack.enter_context(closing(Peers()))
         for peer in procs.values():
             stack.callback(peer.close)
-        rows = RowWait(control, peers, (), workers, done=None)
+        rows = RowWait(control, peers, (), workers, done=None, peer_of=procs.get)
         poller = select.poll()
 
         def nap() -> None:
@@ -376,13 +386,5 @@ def wait_for_readers(
                     poller.register(fd, select.POLLIN)
             poller.poll(2)  # ms, or until one of them dies
 
-        def look() -> None:
-            outcome = Outcome(_ATTACHED)
-            outcome.dead = {each: str(procs[each]) for each in rows.absent if each in procs and procs[each].dead}
-            outcome.check(what, version)
-            check()
-
-        rows.until(deadline, look, nap)
-        outcome = Outcome(_ATTACHED)
-        outcome.add_late({worker: procs.get(worker) for worker in rows.absent})
-        outcome.check(what, version)
+        rows.until(deadline, check, nap)
+        rows.outcome(_ATTACHED).check(f"version {version}", version)

@@ -6,7 +6,7 @@ at each update() and publish() (copy_plan.py). A parameter that left the slab is
 again. Buffers stay private, since forward passes write them, and are copied when an update ends.
 
 A load goes into private copies, and becomes a version when it has succeeded: torch writes what fits before it raises
-for the rest.
+for the rest. In the slab, optimistic readers could not see that bytes were changed and put back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -29,20 +28,48 @@ from ...memory.manifest import Key, layout_of
 from ...memory.torch_modes import copy_into, counts_changes, plainly, run_plainly
 from ..bind.binding import refuse_max_norm
 from ..bind.guard import Proxy
+from ..deadlines import deadline_after
 from ..source.manifest_check import (
     elsewhere,
     mismatches,
     overlapping,
+    same_bytes,
     same_layout,
     shown_by_others,
     tied_apart,
     untied,
 )
 from ..source.wrappers import modules_in
-from .copy_plan import CopyPlan, PlanCache
+from .copy_plan import CopyPlan
 from .optimizer_steps import refuse_steps, step_inside_update
 
 R = TypeVar("R")
+
+
+@run_plainly
+def adopt(writer: Any, publisher: Any, source: Any, optimizers: list[torch.optim.Optimizer]) -> None:
+    """As Publisher.adopt(). `publisher`: whose writer it is, and what a step keeps alive."""
+    with writer.lock:
+        writer.ready(deadline_after(None, writer.timeout))
+        adopted = writer.adopted
+        if adopted is None:
+            adopted = Adoption(source, writer, publisher)
+            adopted.check_optimizers(optimizers)
+            views = writer.arena.views(0)
+            if writer.native.poisoned or any(
+                tensor.dtype != views[key].dtype or not same_bytes(tensor, views[key])
+                for key, tensor in writer.plans.collect(source).items()
+            ):
+                writer.publish_whole(source)
+            adopted.pull(copy=False)
+            adopted.watch_next()
+            adopted.refuse_other_steps()
+            writer.adopted, writer.source = adopted, source
+        elif adopted.source is not source or not optimizers:
+            raise ProtocolError("this arena has adopted a module already; make another Publisher for this one")
+        else:
+            adopted.check_optimizers(optimizers)
+        adopted.step_inside_update(optimizers, publisher.update)
 
 
 class Adoption:
@@ -50,24 +77,18 @@ class Adoption:
 
     Args:
         source: to adopt; nothing is changed before look() and pull().
-        arena, name: whose slot becomes its memory.
-        plans: which make the plans of its buffers.
-        writer, publisher: that adopt; held weakly, for the module keeps neither.
+        writer: of the arena.
+        publisher: whose update() writes it; held weakly, for the module does not keep it.
 
     Raises ManifestMismatch for a source that does not fit, ProtocolError for one that may not be adopted.
     """
 
-    def __init__(
-        self,
-        source: Any,
-        arena: Arena,
-        name: str,
-        plans: PlanCache,
-        writer: Any,
-        publisher: Any,
-    ) -> None:
-        self.source, self._arena, self.name, self._plans = source, arena, name, plans
-        self._writer, self._publisher = weakref.ref(writer), weakref.ref(publisher)
+    def __init__(self, source: Any, writer: Any, publisher: Any) -> None:
+        self.source, self._plans = source, writer.plans
+        self._arena: Arena = writer.arena
+        self.name: str = writer.name
+        self._publisher = weakref.ref(publisher)
+        arena, name = self._arena, self.name
         self._views = arena.views(0, writable=True)
         self._placed: dict[Key, torch.Tensor] = {}
         self._plan: CopyPlan | None = None  # None: look at everything
@@ -95,12 +116,9 @@ class Adoption:
 
     def _inside(self) -> bool:
         """May the calling thread write the parameters: is it in update(), or is the arena closed?"""
-        it = self._writer()
-        return it is None or it.closed or it.adopted is not self or it.updating_thread == threading.get_ident()
-
-    def _update(self) -> AbstractContextManager[Any]:
         publisher = self._publisher()
-        return nullcontext() if publisher is None else publisher.update()
+        it = None if publisher is None else publisher._writer
+        return it is None or it.closed or it.adopted is not self or it.updating_thread == threading.get_ident()
 
     # ---- what the source has
 
@@ -282,7 +300,8 @@ class Adoption:
 
     def load(self, run: Callable[[], R]) -> R:
         """What run(), which loads into the source, returns: as a version, or with everything as it was."""
-        if self._loading == threading.get_ident():
+        publisher = self._publisher()
+        if self._loading == threading.get_ident() or publisher is None:
             return run()
         stores: list[dict[str, Any]] = [
             store for each in modules_in(self.source) for store in (each._parameters, each._buffers)
@@ -302,7 +321,7 @@ class Adoption:
             result = run()
             self.watch_next()  # it has written into private copies
             if not self._inside():
-                with self._update():  # takes the parameters in
+                with publisher.update():  # takes the parameters in
                     pass
             elif self.look() is None:  # now: what the body writes next comes later
                 self.pull()

@@ -26,7 +26,7 @@ def both(slots):
 
 opened, for_ever = [], math.inf
 pub, _ = both(2)
-daemon("wait_for_acks", pub.publish, wait="all", timeout=for_ever)
+daemon("_wait_for_acks", pub.publish, wait="all", timeout=for_ever)
 pub, sub = both(1)
 section = sub.read()
 section.__enter__()

@@ -65,7 +65,7 @@ def test_a_stopped_reader_keeps_no_other_reader_out(start):
         reader.call(enter)
         reader.stop()
         writing = Call(pub.publish, stamped(2), timeout=60)
-        until_waits(writing, "while_stopped")
+        until_waits(writing, "_wait_while_stopped")
         for _ in range(200):
             assert read(pinned) == read(optimistic) == (1, 1, 1)
         assert writing.is_alive()

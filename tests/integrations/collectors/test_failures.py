@@ -74,7 +74,7 @@ def test_a_worker_killed_in_a_forward_while_the_update_waits_is_named(collector,
     end_forwards = enter_forwards(collecting, tmp_path)
 
     def kill_when_it_waits():
-        until_waits(threading.main_thread(), "until_free")
+        until_waits(threading.main_thread(), "_wait_until_free")
         kill(collecting, 1)
         end_forwards()
 

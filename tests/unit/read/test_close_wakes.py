@@ -86,7 +86,7 @@ def test_close_of_the_publisher_wakes_a_wait_for_acks(publisher, subscriber, wri
     pub = publisher({"t": torch.zeros(4)}, timeout=for_ever, slots=2)
     sub = subscriber(pub, worker=3)
     call = Call(write, pub)
-    until_waits(call, "wait_for_acks")
+    until_waits(call, "_wait_for_acks")
     pub.close()
     error = ends_closed(call)
     assert (error.version, error.missing) == (2, [3])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -79,3 +82,29 @@ def test_nested_keys_and_dtypes_that_numpy_lacks(publisher, subscriber):
     sub = subscriber(publisher({"h": torch.ones(1, dtype=torch.bfloat16)}))
     with sub.read() as section, pytest.raises(shmsync.ProtocolError, match="'h' is torch.bfloat16 on cpu"):
         section.numpy()
+
+
+WITHOUT_TENSORDICT = """
+import sys
+
+sys.modules["tensordict"] = None
+import torch
+import shmsync
+
+with shmsync.Publisher({"a": torch.ones(2)}) as pub, shmsync.Subscriber(pub.handle) as sub:
+    with sub.read() as section:
+        assert section.numpy()["a"].tolist() == [1, 1]
+        try:
+            section.weights
+        except ImportError:
+            pass
+        else:
+            raise AssertionError
+    bound = sub.bind(torch.nn.ParameterDict({"a": torch.zeros(2)}), guard=False)
+    assert sub.run(bound["a"].tolist) == [1, 1]
+"""
+
+
+def test_a_process_without_tensordict_reads_arrays_and_bound_modules():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TENSORDICT], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
