@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from multiprocessing import queues, util
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -26,14 +25,11 @@ from ..memory.process import Peer
 from .process import EXIT_CODE, Process, end, wait_for_any, watched
 from .worker_process import attach_and_work
 
-StartMethod = Literal["forkserver", "spawn", "fork"]
-
 # Not tensordict, which takes as long to import as torch: a worker that only calls its module uses none. Where the
 # trainer has it, workers may need it too, and it is imported once for all.
 _PRELOADED = ["torch", "shmsync", "shmsync.workers.worker_process"]
 _START = 300.0  # seconds to attach: importing torch takes long on a busy machine, and a death ends the wait
 _BETWEEN_LOOKS = 0.01  # seconds: a poll costs as much as a small publish
-_MOST = 4096
 _LAST = 0.2  # seconds: what a worker put before it returned is in the pipe, and the queue's lock may be taken
 
 _log = logging.getLogger("shmsync")
@@ -87,7 +83,7 @@ class Workers:
         n: int,
         *,
         args: Iterable[Any] = (),
-        start_method: StartMethod = "forkserver",
+        start_method: Literal["forkserver", "spawn", "fork"] = "forkserver",
         threads: int = 1,
         restart: int = 0,
         timeout: float | None = None,
@@ -99,7 +95,7 @@ class Workers:
             raise TypeError(f"work is a function that gets a Subscriber, not {work!r}; write Workers(pub, work, n)")
         if not isinstance(args, Iterable):
             raise TypeError(f"args is a tuple, not a {type(args).__name__}; write args=(it,) for one argument")
-        self._count = whole("n", n, 1, _MOST)
+        self._count = whole("n", n, 1)
         self._threads = whole("threads", threads, 1, 1 << 16)
         self._restarts = dict.fromkeys(range(self._count), whole("restart", restart, 0, sys.maxsize, ValueError))
         self._pub = pub
@@ -138,7 +134,7 @@ class Workers:
         """
         if self._members:
             raise ProtocolError("workers.queue() gives the workers an argument; call it before they are started")
-        made = WorkerQueue(whole("maxsize", maxsize, 0), self._context, self._running)
+        made = WorkerQueue(whole("maxsize", maxsize, 0), self._context, self._runs)
         self._queues += (made,)
         return made
 
@@ -157,18 +153,12 @@ class Workers:
             raise ProtocolError("these Workers have no queue; call workers.queue() before they are started")
         seconds = timeout_or_default(timeout, self._writer.timeout)
         try:
-            return self._queues[0].get(timeout=None if math.isinf(seconds) else seconds)
+            return self._queues[0].get(timeout=seconds)
         except queue.Empty:
             raise AckTimeout(
                 f"no worker has put anything into the queue within {seconds:g} s; give more time with timeout=",
                 missing=self.alive,
             ) from None
-
-    def _running(self) -> bool:
-        if self._pid != os.getpid():  # in a forked worker
-            return True
-        self._look()
-        return bool(self.alive) or not self._started
 
     def restart(self, rank: int) -> None:
         """End this worker if it runs, start another one in its place, and wait until that is attached.
@@ -205,7 +195,6 @@ class Workers:
             self._start(range(self._count))
         except BaseException:
             self._end_all()
-            self._writer.workers.not_started[self] = self._count
             raise
         return self
 
@@ -217,12 +206,9 @@ class Workers:
         self._writer.workers.not_started.pop(self, None)
         self.__exit__(*sys.exc_info())
 
-    def __enter__(self) -> Workers:
-        return self.start()
+    __enter__ = start
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._pid != os.getpid() or not self._members:  # a fork's workers are the trainer's; or none was started
             return
         members = dict(self._members)
@@ -234,9 +220,9 @@ class Workers:
                 "sub.publisher_alive is False, and must not wait for a queue that is no longer read",
                 listed(late),
             )
-        lost = [each for each in members.items() if each[1].unsaid]
-        if error is None and lost:
-            raise self._loss(*lost[0])
+        for rank, member in members.items():
+            if error is None and member.lost and not member.reported:
+                raise self._loss(rank, member)
 
     def _look(self, version: int = 0) -> None:
         """Restart the dead as often as that is allowed; raise what a worker failed with, or how it died."""
@@ -245,7 +231,7 @@ class Workers:
         self._next_look = 0.0  # there may be more to raise
         for rank, member in list(self._members.items()):
             member.read()
-            if not member.unsaid:
+            if not member.lost or member.reported:
                 continue
             if member.failure is None and self._restarts[rank] > 0:
                 self._restarts[rank] -= 1
@@ -253,6 +239,11 @@ class Workers:
             else:
                 raise self._loss(rank, member, version)
         self._poll = watched(self._members)
+
+    def _runs(self) -> bool:
+        """As _look(). Does a worker run that could fill a queue, or may one be started?"""
+        self._look()
+        return bool(self.alive) or not self._started
 
     def _before_write(self) -> None:
         """As _look(), for each publish() and update(); at most once in some milliseconds."""
@@ -263,13 +254,13 @@ class Workers:
 
     def _explains(self, error: WorkerDied) -> bool:
         """As _look(), when a wait finds that these workers have ended. Do all of them run again?"""
-        if any(rank in self._members and self._members[rank].reported for rank in error.missing):
+        named = {rank: member for rank, member in self._members.items() if rank in error.missing}
+        if any(member.reported for member in named.values()):
             return False  # it is _look()'s own error; a second look would raise the next one in its place
-        for rank, member in self._members.items():
-            if rank in error.missing:
-                member.process.join(EXIT_CODE)  # the table shows the end of its last thread a moment sooner
+        for member in named.values():
+            member.process.join(EXIT_CODE)  # the table shows the end of its last thread a moment sooner
         self._look(error.version or 0)
-        returned = [rank for rank, member in self._members.items() if rank in error.missing and member.returned]
+        returned = [rank for rank, member in named.items() if member.returned]
         if returned:
             raise WorkerDied(
                 f"version {error.version} is published, but {listed(returned)} had returned before applying it; wait "
@@ -357,12 +348,12 @@ class WorkerQueue(queues.Queue):
 
     def __init__(self, maxsize: int, context: Any, look: Callable[[], bool]) -> None:
         super().__init__(maxsize, ctx=context)
-        self._look = look  # raises failures; False: no worker runs. It stays here: a pickled queue has none
+        self._look = os.getpid(), look  # look() raises failures; False: no worker runs. A pickled queue has none
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """The next item. Raises queue.Empty, WorkerFailed, WorkerDied, ProtocolError."""
-        look = getattr(self, "_look", None)
-        if look is None:
+        pid, look = getattr(self, "_look", (0, lambda: True))
+        if pid != os.getpid():  # in a worker
             return super().get(block, timeout)
         deadline = time.monotonic() + (math.inf if timeout is None else timeout)
         while True:

@@ -25,6 +25,7 @@ from ..memory.process import Peer, me, poll, stay_if_exiting
 from .worker_process import ATTACHED, FAILED, RETURNED, run
 
 EXIT_CODE = 1.0  # seconds; a fork server reports an exit code a moment after the death
+_COUNTERS = {"": "memory.events", "memory": "memory.oom_control"}  # of cgroups v2, of v1
 
 _log = logging.getLogger("shmsync")
 
@@ -99,11 +100,6 @@ class Process:
         return self.failure is not None or (self.over and not self.returned)
 
     @property
-    def unsaid(self) -> bool:
-        """Is it lost, and has no call raised that yet?"""
-        return self.lost and not self.reported
-
-    @property
     def how(self) -> str:
         """Its pid and how it ended, for an error."""
         if self.over:
@@ -141,7 +137,7 @@ class Process:
         except (EOFError, OSError):
             gone = True
         self.over = gone
-        if self.unsaid and self.failure is None:
+        if self.lost and self.failure is None and not self.reported:
             _log.warning("%s died (%s)", self._who, self.how)
             show_failure(self._who, f"died: {self.how}", self._sessions)
 
@@ -240,13 +236,11 @@ def memory_kills(root: Path = Path("/")) -> int:
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers and "memory" not in controllers.split(","):
-                continue
-            v1 = bool(controllers)
-            base = root / "sys/fs/cgroup" / ("memory" if v1 else "")
-            # In a container the path may be the host's, and its own cgroup is the mounted one.
-            for folder in (base / path.lstrip("/"), base):
-                counter = folder / ("memory.oom_control" if v1 else "memory.events")
-                if counter.exists() and (found := re.search(r"^oom_kill (\d+)$", counter.read_text(), re.MULTILINE)):
-                    return int(found[1])
+            for controller in _COUNTERS.keys() & controllers.split(","):
+                # In a container the path may be the host's, and its own cgroup is the mounted one.
+                for folder in (path.lstrip("/"), ""):
+                    counter = root / "sys/fs/cgroup" / controller / folder / _COUNTERS[controller]
+                    if counter.exists():
+                        found = re.search(r"^oom_kill (\d+)$", counter.read_text(), re.MULTILINE)
+                        return int(found[1]) if found else 0
     return 0
