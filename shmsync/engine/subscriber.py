@@ -17,10 +17,10 @@ from ..memory import attaching
 from ..memory.manifest import Key
 from ..memory.process import Peers
 from ..memory.segment import Handle
-from .bind.binding import ModuleCheck
+from .bind.binding import ModuleCheck, bindable
 from .bind.compiled import skip
 from .bind.guard import bind
-from .bind.guarded_methods import GuardNames
+from .bind.guarded_methods import calls_of
 from .deadlines import DEFAULT_TIMEOUT, check_worker, names_nearest, timeout_or_default, timeout_or_none
 from .digest import digests_held, digests_of
 from .pickling import copy_by_value
@@ -213,7 +213,7 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         module: M,
         *,
         prefix: str | None = None,
-        guard: GuardNames = True,
+        guard: bool = True,
         clone_outputs: bool = True,
     ) -> M:
         """Make the module's parameters views of the arena, which move with the version, and return the module.
@@ -226,9 +226,8 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         Args:
             prefix: the module's leaves are those below this dotted key, as in an arena of {"policy": module, ...}.
             guard: the calls that are read sections, each of the newest version. True: each call of the module or of a
-                submodule, hooks included, and each public method that its own classes define (not those of torch). A
-                list names methods and submodules, as in ["act", "actor.net"]. False: none; use the module inside
-                `with sub.read():`.
+                submodule, hooks included, and each public method that its own classes define (not those of torch).
+                False: none; use the module inside `with sub.read():`.
             clone_outputs: outputs of a guarded call that are views of the weights are cloned, so that they do not
                 change with the next version.
 
@@ -237,15 +236,23 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
 
         Raises:
             ManifestMismatch: module and arena differ. After this and the next two errors nothing was changed.
-            ProtocolError: the module cannot be bound, or not with this `guard` (a coroutine, a class with its own
-                __call__, nothing to guard); or it shares tensors with one that is bound to another arena.
-            ValueError: a name in `guard` that the module lacks.
+            ProtocolError: the module cannot be bound, or not with a guard (a coroutine, a class with its own __call__,
+                nothing to guard); or it shares tensors with one that is bound to another arena.
             ShmSyncError: as in read().
         """
         reader = self._reader
         reader.check_open()
+        if not isinstance(guard, bool):
+            raise TypeError(f"guard is True or False, not {guard!r}")
+        bindable(module)  # or raise
+        calls = calls_of(module) if guard else []
+        if guard and not calls:
+            raise ProtocolError(
+                f"no call of this {type(module).__name__} can be guarded: it has no forward(), no submodule and no "
+                "method of its own. Use bind(module, guard=False), and put what uses it in `with sub.read():`"
+            )
         check = ModuleCheck(reader.arena, self.name, prefix=tuple(prefix.split(".")) if prefix else ())
-        return bind(reader, module, guard, check, clones=clone_outputs)
+        return bind(reader, module, calls, check, clones=clone_outputs)
 
     def on_version(self, fn: Callable[[int], object]) -> None:
         """Call fn(version) once for each version that this process applies from now on.

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from ..engine.bind.binding import ModuleCheck, bindable
 from ..engine.bind.guard import bind
-from ..engine.bind.guarded_methods import can_be_called
+from ..engine.bind.guarded_methods import calls_of
 from ..engine.subscriber import Subscriber, reader_of
 from ..errors import ProtocolError
 from ..memory.segment import Handle
@@ -74,7 +74,7 @@ class Attachment:
                 self._strategy.apply_weights(model, section.weights)
         elif self._bound is None or self._bound() is not model:
             check = self._check_of(model)
-            bind(reader_of(self.subscriber), model, can_be_called(model), check, clones=True)
+            bind(reader_of(self.subscriber), model, calls_of(model), check, clones=True)
             self._bound = weakref.ref(model)
 
     def close(self) -> None:

@@ -71,7 +71,7 @@ def worker(handle: shmsync.Handle, module: nn.Module) -> None:
         assert_type(sub.session, bytes)
         assert_type(sub.stats().restarts, int)
         assert_type(sub.bind(module), nn.Module)
-        assert_type(sub.bind(nn.Linear(2, 2), guard=["forward"]), nn.Linear)  # its own type
+        assert_type(sub.bind(nn.Linear(2, 2)), nn.Linear)  # its own type
         assert_type(sub.publisher_alive, bool)
         sub.bind(module, guard=3)  # type: ignore[arg-type]
         shmsync.attach(handle, consistency="eventual")  # type: ignore[arg-type]

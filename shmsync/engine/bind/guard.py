@@ -10,7 +10,7 @@ import copy
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
@@ -26,15 +26,14 @@ from ..source.leaf_check import is_a
 from ..source.wrappers import modules_in
 from .binding import Binding, ModuleCheck, bindable, bound_to, taken_over
 from .compiled import call, covers, disable, first_frames, skip
-from .guarded_methods import CALL, GuardNames, calls_of
+from .guarded_methods import CALL, GuardedCall
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def bind(reader: ReadPath, module: M, guard: GuardNames, check: ModuleCheck, *, clones: bool) -> M:
-    """As Subscriber.bind(); `check` says how the tensors of the module move."""
+def bind(reader: ReadPath, module: M, calls: Sequence[GuardedCall], check: ModuleCheck, *, clones: bool) -> M:
+    """As Subscriber.bind(), with these calls guarded; `check` says how the tensors of the module move."""
     bound = bindable(module)
-    calls = calls_of(module, guard)
     # No call is under way while the tensors change hands.
     with reader.hold_lock():
         reader.followers[:] = [each for each in reader.followers if each.owners()]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from functools import partialmethod, singledispatchmethod
-from types import NoneType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,8 +15,6 @@ from ..source.wrappers import modules_in
 
 CALL = "_compiled_call_impl"  # a call of the module itself
 
-GuardNames: TypeAlias = bool | Sequence[str]
-
 
 class GuardedCall(NamedTuple):
     """A method of a module; CALL is the call of the module itself."""
@@ -27,33 +23,12 @@ class GuardedCall(NamedTuple):
     method: str
 
 
-def calls_of(module: nn.Module, guard: GuardNames) -> list[GuardedCall]:
-    """The calls to guard; [] for False. Raises ValueError, TypeError or ProtocolError for what cannot be guarded.
+def calls_of(module: nn.Module) -> list[GuardedCall]:
+    """Each call of the module or of a submodule, and each public method that a class of the user's own defines.
 
-    True: each call of the module or of a submodule, and each public method that a class of the user's own (one that is
-    no part of torch) defines. A list: the methods and submodules that it names, with dotted names.
+    Such a class is no part of torch. A module that only holds parameters has none. Raises ProtocolError for a call that
+    cannot be guarded.
     """
-    if isinstance(guard, bool):
-        found = _all(module) if guard else []
-        if guard and not found:
-            raise ProtocolError(
-                f"no call of this {type(module).__name__} can be guarded: it has no forward(), no submodule and no "
-                "method of its own. Use bind(module, guard=False), and put what uses it in `with sub.read():`"
-            )
-        return found
-    if not isinstance(guard, (list, tuple)):
-        raise TypeError(f'guard is True, False or a list of names such as ["act", "actor"], not {guard!r}')
-    if not guard:
-        raise ValueError("guard=[] names nothing to guard; pass guard=False if that is meant")
-    return [call for name in guard for call in _named(module, name)]
-
-
-def can_be_called(module: nn.Module) -> bool:
-    """Has it a call that can be guarded? Not so a module that only holds parameters."""
-    return any(_has_forward(child) or own_methods(child) for child in modules_in(module))
-
-
-def _all(module: nn.Module) -> list[GuardedCall]:
     _refuse_own_call(module)
     found = []
     for child in modules_in(module):
@@ -70,46 +45,6 @@ def _all(module: nn.Module) -> list[GuardedCall]:
                 found.append(GuardedCall(child, "forward"))
         found += [GuardedCall(child, name) for name in methods]
     return found
-
-
-def _named(module: nn.Module, name: str) -> list[GuardedCall]:
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"guard names methods and submodules by dotted strings, not {name!r}")
-    owner, found, last = module, module, ""
-    for last in name.split("."):
-        owner, found = found, getattr(found, last, None)  # type: ignore[assignment]
-        if found is None or not isinstance(owner, nn.Module):
-            raise ValueError(
-                f"guard names {name!r}, but this {type(module).__name__} has no {last!r} there; it has "
-                f"{', '.join(_names(owner)) or 'nothing to call'}"
-            )
-    if isinstance(found, nn.Module):
-        _refuse_own_call(found)
-        calls = [GuardedCall(found, CALL), GuardedCall(found, "forward")] if _has_forward(found) else []
-        return calls + [GuardedCall(found, method) for method in own_methods(found)]
-    if last in ("forward", "__call__") and _has_forward(owner):
-        if last == "__call__":
-            _refuse_own_call(owner)
-        return [GuardedCall(owner, CALL), GuardedCall(owner, "forward")]
-    method = inspect.getattr_static(owner, last, None)
-    if last.startswith("__") or (method is not None and method is getattr(nn.Module, last, None)):
-        raise ValueError(
-            f"guard names {name!r}, which Python or torch looks up elsewhere than on one object; name a method of "
-            "yours, or 'forward' for calls of the module"
-        )
-    if isinstance(method, (NoneType, staticmethod, classmethod, property)) or not callable(found):
-        raise ValueError(
-            f"guard names {name!r}, a {type(method).__name__}, which cannot be replaced on one object. Name the method "
-            "that uses it, or put it in `with sub.read():`"
-        )
-    _refuse_coroutine(owner, last)
-    return [GuardedCall(owner, last)]
-
-
-def _names(module: Any) -> list[str]:
-    if not isinstance(module, nn.Module):
-        return []
-    return [*(["forward"] if _has_forward(module) else []), *own_methods(module), *module._modules]
 
 
 def own_methods(module: nn.Module) -> list[str]:
@@ -148,17 +83,15 @@ def _refuse_own_call(module: nn.Module) -> None:
         if "__call__" in vars(kind) and not _of_torch(kind):
             raise ProtocolError(
                 f"{kind.__name__} defines __call__() itself, which Python looks up in the class: it cannot be guarded "
-                "for one object. Name the methods and submodules that it uses, as in guard=['forward'], or use "
-                "guard=False and `with sub.read():`"
+                "for one object. Call it forward(), or use bind(guard=False) and `with sub.read():`"
             )
 
 
 def _refuse_coroutine(module: nn.Module, name: str) -> None:
     method = inspect.unwrap(getattr(module, name))
     if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
-        others = [each for each in _names(module) if each != name]
         raise ProtocolError(
             f"{type(module).__name__}.{name}() is a coroutine function: at each await other code of its thread runs, "
-            "so no read section can cover it. Make the part that uses the weights a plain method, and list what is to "
-            f"be guarded without it, as in guard={others}"
+            "so no read section can cover it. Make the part that uses the weights a plain method, and the coroutine a "
+            "function outside the class, or use bind(guard=False) and `with sub.read():`"
         )

@@ -21,7 +21,7 @@ from torchrl.collectors import BaseCollector
 
 from ...engine.bind.binding import Binding, ModuleCheck, bindable
 from ...engine.bind.guard import Proxy, bind
-from ...engine.bind.guarded_methods import can_be_called
+from ...engine.bind.guarded_methods import CALL, GuardedCall, calls_of
 from ...engine.deadlines import SLICE
 from ...engine.pickling import copy_by_value
 from ...engine.read.reading import ReadPath
@@ -203,11 +203,10 @@ def _bind(reader: ReadPath, module: nn.Module) -> None:
     copies = lies_elsewhere(module, reader.arena.device)
     check = ModuleCheck(reader.arena, reader.name, copies=copies, absent=[extra_state.KEY])
     try:
-        bind(reader, module, can_be_called(module), check, clones=True)
-    except ProtocolError:  # perhaps a method that cannot be guarded; collectors call the policy itself
-        if type(module).forward is nn.Module.forward:
-            raise
-        bind(reader, module, ["forward"], check, clones=True)
+        calls = calls_of(module)
+    except ProtocolError:  # a method cannot be guarded; collectors call the policy itself
+        calls = [GuardedCall(module, CALL), GuardedCall(module, "forward")]
+    bind(reader, module, calls, check, clones=True)
     for cover in reader.covers:
         if cover.is_of(module):
             cover.gradients_checked = True  # gradients are the collector's choice, and no reason for a warning

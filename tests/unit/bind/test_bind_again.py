@@ -114,7 +114,7 @@ def test_guards_of_parts_follow_the_binding_of_the_whole(both):
     trainer, worker = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     pub, sub = both(trainer, slots=2)
     sub.bind(worker)
-    sub.bind(worker, guard=["0"])
+    sub.bind(worker)
     step(trainer)
     pub.publish()
     worker[0](torch.ones(1, 2))
