@@ -96,6 +96,12 @@ def test_what_forked_processes_alone_can_use_is_refused_with_the_cure(pub, kind,
         assert workers.alive == [0]
 
 
+def test_a_daemon_process_is_told_to_pass_the_handle(pub, monkeypatch):
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    with pytest.raises(shmsync.ProtocolError, match=r"is a daemon.*pass pub\.handle"):
+        shmsync.Workers(pub, jobs.apply, 1).start()
+
+
 def test_wrong_arguments(pub):
     for wrong, error in (
         ({"n": 0}, ValueError),

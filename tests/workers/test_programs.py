@@ -42,6 +42,13 @@ def test_functions_of_a_script(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "attached [0] 2\n", "")
 
 
+@pytest.mark.slow
+def test_a_script_without_the_main_line_is_told_about_it(tmp_path):
+    done = program(tmp_path, COMMON + WORK + START)
+    assert done.returncode == 1
+    assert 'A script needs `if __name__ == "__main__":`' in done.stderr
+
+
 INTERRUPTED = """
 def work(sub):
     open(f"worker-{sub.worker}", "w").write(str(os.getpid()))

@@ -8,6 +8,7 @@ import pytest
 
 import shmsync
 from shmsync import cli
+from support.calls import in_forked_child
 from support.jobs.engine import open_arena
 from support.processes import segment_path
 from support.weights import stamped
@@ -78,14 +79,18 @@ def test_segments_are_for_their_user_alone(name, mask):
         os.umask(before)
 
 
+def become_a_stranger():
+    os.setgroups([])
+    os.setgid(STRANGER)
+    os.setuid(STRANGER)
+
+
 def act_as_a_stranger(state, handle):
     """What another user can try; what it is told."""
     with shmsync.Publisher(stamped(1)) as pub:  # imports what it needs: a stranger may not read where it lies
         shmsync.Subscriber(pub.name).close()
         cli.main(["gc", "--dry-run"]), cli.main(["list"])
-    os.setgroups([])
-    os.setgid(STRANGER)
-    os.setuid(STRANGER)
+    become_a_stranger()
     found = []
     for call in (
         lambda: shmsync.Subscriber(handle.name, timeout=0.1),
@@ -111,6 +116,28 @@ def test_another_user_is_refused_and_harms_nothing(start, name):
         assert kind == "ArenaNotFound" and f"uid {STRANGER}" in said
     assert publisher[0] == "ArenaExists" and name in publisher[1]
     assert segment_path(name).exists()
+
+
+def refusal(handle):
+    try:
+        shmsync.Subscriber(handle)
+    except shmsync.ArenaNotFound as error:
+        return str(error)
+
+
+def attach_to_one_that_is_not_dumpable(state):
+    """What a forked child is told that attaches to a publisher which has called setuid()."""
+    with shmsync.Publisher(stamped(1)) as pub:  # imports what it needs
+        shmsync.Subscriber(pub.name).close()
+    become_a_stranger()
+    with shmsync.Publisher(stamped(1)) as pub:
+        return in_forked_child(lambda: refusal(pub.handle))
+
+
+@needs_root
+def test_a_publisher_that_is_not_dumpable_is_named_as_such(start):
+    status, said = start().call(attach_to_one_that_is_not_dumpable)
+    assert status == 0 and "is not dumpable, as after setuid()" in said and "start the publisher without" in said
 
 
 @needs_root
