@@ -88,11 +88,11 @@ class Receiver:
         return None if self._module is None else self._module()
 
     def bind(self, module: nn.Module) -> None:
-        """Bind this module, in place of the one bound before, which keeps what it has.
+        """Bind this module in place of the one before, which keeps what it has. A wrapper of that one changes nothing.
 
         Raises ManifestMismatch and ProtocolError as Subscriber.bind() does, with nothing changed.
         """
-        if self.module is module:
+        if self.module is not None and bindable(self.module) is bindable(module):
             return
         with self._reader.hold_lock():
             _bind(self._reader, module)

@@ -103,6 +103,9 @@ def test_setting_the_model_binds_the_new_one(sender, receiver):
         scheme.model = Tagged(size=9)
     sender.send(Tagged(3), worker_ids=0)
     assert values(second) == {3}
+    scheme.model = torch.compile(second)  # a wrapper of what is bound
+    sender.send(Tagged(4), worker_ids=0)
+    assert values(second) == {4}
 
 
 def test_a_worker_that_never_came_is_late(sender, receiver):
