@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .. import _native
 from ..errors import ArenaCorrupt, ArenaExists, ArenaNotFound, WriterDied
-from .leftovers import log_removed, new_name, sweep_some, taken
+from .leftovers import Dead, log_removed, new_name, sweep_some, taken
 from .manifest import Manifest
 from .process import Peer, ProcessState, close, close_in_children, hold_for_life, me, pid_of, refusals
 from .segment_file import (
@@ -118,9 +119,16 @@ class Created:
 
 def last_version(name: str) -> int:
     """The last version of the dead publisher that has this name; 0: of none. Raises ArenaExists if it may live."""
+    with _ours(name) as dead:
+        return 0 if dead is None else dead.version
+
+
+@contextmanager
+def _ours(name: str) -> Iterator[Dead | None]:
+    """As taken(), for a publisher that is to have this name. Raises ArenaExists."""
     try:
         with taken(name) as dead:
-            return 0 if dead is None else dead.version
+            yield dead
     except (ArenaExists, ArenaNotFound, ArenaCorrupt) as error:
         ranks = os.environ.get("WORLD_SIZE", "1") != "1"  # torchrun, or torch.distributed
         cure = "; each rank runs this program: publish from one rank" if ranks else ""
@@ -153,12 +161,12 @@ def make_ready(created: Created) -> None:
     ArenaExists when another publisher has got the name since.
     """
     created.control.make_ready()
-    with refusals(f"naming arena {created.name!r}"), taken(created.name) as dead:
+    with refusals(f"naming arena {created.name!r}"), _ours(created.name) as dead:
         if dead is None:
             _named(created, created.name)
             return
         if dead.version != created.follows:
-            raise ArenaExists(f"another publisher has had the name {created.name!r} meanwhile; start this one again")
+            raise ArenaExists("another publisher has had it meanwhile; start this one again")
         beside = new_name()
         _named(created, beside)
         os.rename(path_of(beside), path_of(created.name))
@@ -170,7 +178,7 @@ def _named(created: Created, name: str) -> None:
     try:
         os.link(f"/proc/self/fd/{created.lock}", path_of(name), src_dir_fd=created.lock)  # else it links the link
     except FileExistsError:
-        raise ArenaExists(f"another publisher has got the name {name!r} just now; use another one") from None
+        raise ArenaExists("another publisher has got it just now; close it there") from None
 
 
 def withdraw(created: Created) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 
 import pytest
 
 import shmsync
+from support.calls import Call
 from support.jobs import workers as jobs
 from support.jobs.workers import pids
-from support.processes import alive, kill, until
+from support.processes import alive, kill, until, until_waits
 from support.weights import stamped
 
 
@@ -22,6 +24,20 @@ def die_at(sub, version, number=signal.SIGKILL, once=None):
             if once is not None:
                 once.set()
             os.kill(os.getpid(), number)
+
+
+def die_without_a_row(sub, die, replaced):
+    """The first worker 0 gives its row back and dies when asked; worker 1 applies nothing before it was replaced."""
+    if sub.worker == 0 and not die.is_set():
+        sub.close()
+        die.wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sub.worker == 0:
+        replaced.set()
+    else:
+        replaced.wait()
+        time.sleep(0.3)
+    jobs.apply(sub)
 
 
 @pytest.mark.parametrize("wait", [True, [0, 1]])
@@ -71,6 +87,17 @@ def test_a_wait_starts_a_dead_worker_again(pub):
         with pub.update(wait=[0, 1]) as weights:
             weights["large"].fill_(3)
         assert workers.alive == [0, 1]
+
+
+def test_a_wait_that_starts_a_worker_again_goes_on_for_the_others(pub):
+    context = multiprocessing.get_context("forkserver")
+    die, replaced = context.Event(), context.Event()
+    with shmsync.Workers(pub, die_without_a_row, 2, args=(die, replaced), restart=1):
+        waiting = Call(pub.publish, stamped(2), wait=[0, 1])
+        until_waits(waiting, "_wait_for_acks")
+        die.set()
+        assert waiting.result() == 2
+        assert {reader.worker: reader.acked for reader in pub.readers()}[1] == 2
 
 
 def test_restart_replaces_a_living_worker(pub):

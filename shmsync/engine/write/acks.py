@@ -229,11 +229,16 @@ class AckingWorkers:
         """
         watch, peers = self.watch, self._slots.peers
         try:
-            try:
-                self._wait_for_acks(version, acks, deadline)
-            except WorkerDied as error:
-                if watch is None or not watch.explains(error):
-                    raise
+            while True:
+                try:
+                    self._wait_for_acks(version, acks, deadline)
+                except WorkerDied as error:
+                    if watch is None or not watch.explains(error):
+                        raise
+                    if acks != "all":  # the others may have had no time
+                        acks = [worker for worker in acks if worker not in error.missing]
+                        continue
+                break
             self._look(version)
         finally:
             if len(peers):  # a worker was late; rows that were given back need no pidfd any more
