@@ -59,6 +59,8 @@ class Pipe:
             if not stat.S_ISSOCK(fstat(self.fd).st_mode):
                 raise ValueError("weights are sent and answered over one pipe: use multiprocessing.Pipe(duplex=True)")
             self._socket = _Borrowed(fileno=self.fd)
+            if self._socket.gettimeout() is not None:  # socket.setdefaulttimeout() would change the user's pipe
+                self._socket.settimeout(None)
         self._connection = weakref.ref(connection)
         self._incoming = bytearray()  # of the message that comes, its header first and then the message itself
         self._size, self._in_header = 4, True  # bytes that it will have

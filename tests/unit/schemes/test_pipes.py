@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import socket
 import time
 
 import pytest
@@ -86,3 +87,12 @@ def test_only_duplex_pipes_will_do():
         Pipe.of(reader)
     with pytest.raises(ValueError, match="not over a list"):
         Pipe.of([])
+
+
+def test_a_default_time_out_of_sockets_leaves_the_pipe_blocking(pipe):
+    socket.setdefaulttimeout(5.0)
+    try:
+        Pipe.of(pipe[0])
+    finally:
+        socket.setdefaulttimeout(None)
+    assert os.get_blocking(pipe[0].fileno())
