@@ -103,7 +103,7 @@ class Receiver:
                 extra_state.set_states(module, section.weights)
             self._reader.forget_used_version()  # which is that of a forward
 
-    def follow(self, context: Any, model_id: str) -> None:
+    def tell(self, context: Any, model_id: str) -> None:
         """Let the context know of new weights; None: nothing is to know of them.
 
         A leaf collector has its policy_version kept right, a collector of collectors passes the weights on, and any
@@ -130,7 +130,7 @@ class Receiver:
         seen, self._seen = self._seen, self._reader.applied_version
         return None if seen == self._seen else self.weights
 
-    def follow_until(self, stop: threading.Event) -> None:
+    def apply_each_until(self, stop: threading.Event) -> None:
         """Move to each version, until `stop` or the trainer's end; then the module goes on with what it has."""
         reader = self._reader
         while not stop.is_set():
@@ -145,7 +145,7 @@ class Receiver:
             if reader.gone:
                 return
 
-    def apply(self, weights: Any) -> None:
+    def load_private(self, weights: Any) -> None:
         """Give the module private weights, until the next version. Raises as WeightStrategy.apply_weights()."""
         if (module := self.module) is not None:
             with self._reader.hold_lock():

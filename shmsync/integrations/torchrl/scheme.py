@@ -177,13 +177,13 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         if worker not in names:
             raise RuntimeError(f"worker_idx is {worker}, but the trainer expects workers {sorted(names)}")
         self._receiver = Receiver(address, names[worker], worker, self.model)
-        self._receiver.follow(self.context, self._model_id or "policy")
+        self._receiver.tell(self.context, self._model_id or "policy")
         self._start_background_receiver()
 
     def _background_receive_loop(self) -> None:
         """TorchRL's thread: apply what comes while no forward begins, so that the trainer gets its ack."""
         assert self._receiver is not None and self._stop_event is not None
-        self._receiver.follow_until(self._stop_event)
+        self._receiver.apply_each_until(self._stop_event)
 
     def receive(self, timeout: float | None = 0.0) -> Any:
         """Apply newer weights now, if there are any, and return them, or None. A collector needs no such call.
@@ -201,7 +201,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         """
         if self._receiver is None:
             raise RuntimeError("apply_weights() is called on the receiver, after connect()")
-        self._receiver.apply(weights)
+        self._receiver.load_private(weights)
 
     @_torchrl.WeightSyncScheme.model.setter
     def model(self, model: Any) -> None:
@@ -215,7 +215,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         """The collector, held weakly."""
         _torchrl.WeightSyncScheme.context.fset(self, context)
         if self._receiver is not None:
-            self._receiver.follow(context, self._model_id or "policy")
+            self._receiver.tell(context, self._model_id or "policy")
 
     # Both
 
