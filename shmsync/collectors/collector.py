@@ -310,7 +310,8 @@ class MultiprocessCollector:
 
     def _start_process(self, index: int, orders: Sequence[int] = ()) -> Member:
         """Start a worker, with the orders of the one whose place it takes."""
-        self._members[index] = Member(self._context, self._specs[index], self._seed + index, self._filled, orders)
+        seed = self._seed + index + 7919 * self._restarts  # see _join()
+        self._members[index] = Member(self._context, self._specs[index], seed, self._filled, orders)
         return self._members[index]
 
     def _join(self, member: Member) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,6 +52,27 @@ def test_a_killed_worker_is_restarted_and_joins_at_the_newest_version(collector,
     assert int(batch["policy_version"].max()) == 5
     policy.set_tag(6)
     assert batches.update_policy_weights_() == 6
+
+
+class Drawing(Counting):
+    """Each episode is rewarded with what the process drew when the environment was made."""
+
+    def __init__(self):
+        super().__init__()
+        self.drawn = np.random.rand()
+
+    def step(self, action):
+        observation, _, *rest = super().step(action)
+        return observation, self.drawn, *rest
+
+
+def test_a_restarted_worker_draws_other_numbers_from_global_generators(collector):
+    batches = collector(Drawing, Constant(), restart_workers=True, seed=3, num_workers=1)
+    before = float(next(batches)["next", "reward"][0, 0])
+    os.kill(batches._members[0].process.pid, signal.SIGKILL)
+    while batches.stats().restarts == 0:
+        next(batches)
+    assert float(next(batches)["next", "reward"][0, 0]) != before
 
 
 @pytest.mark.parametrize("restart", [False, True])
