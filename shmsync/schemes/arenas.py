@@ -94,6 +94,7 @@ class ModelArenas:
         self.registered: TensorDictBase | None = None
         self.newest: Writer | None = None
         self.in_use = False
+        self._without_state: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that have no extra state
         self.by_group: dict[int, Publisher] = {}
         if given is not None:
             self._take({ALL: given})
@@ -119,12 +120,7 @@ class ModelArenas:
         """
         if self.by_group:
             return
-        if not isinstance(source, TensorDictBase) and (states := leaves_of(source)[1]):
-            whose = ", ".join(".".join(path) if path else "the model itself" for path in states)
-            raise ManifestMismatch(
-                f"{self._model_id!r} has extra state (get_extra_state() of {whose}), which shared memory does not "
-                "carry; nothing was sent. Keep it in buffers, or use MultiProcessWeightSyncScheme"
-            )
+        self._refuse_state(source)
         content = _with_paths(source)
         try:
             for _ in self._scheme.groups or [()]:
@@ -135,6 +131,19 @@ class ModelArenas:
         self._take(dict(enumerate(self._owned)))
         if source is self.registered:
             self._outside = self._move(self.registered)
+
+    def _refuse_state(self, source: Weights) -> None:
+        """Raise ManifestMismatch for extra state; a module is looked at once."""
+        if isinstance(source, TensorDictBase) or (isinstance(source, nn.Module) and source in self._without_state):
+            return
+        if states := leaves_of(source)[1]:
+            whose = ", ".join(".".join(path) if path else "the model itself" for path in states)
+            raise ManifestMismatch(
+                f"{self._model_id!r} has extra state (get_extra_state() of {whose}), which shared memory does not "
+                "carry; nothing was sent. Keep it in buffers, or use MultiProcessWeightSyncScheme"
+            )
+        if isinstance(source, nn.Module):
+            self._without_state.add(source)
 
     def _make(self, source: Weights, version: int, readers: int) -> Publisher:
         scheme = self._scheme
@@ -167,6 +176,8 @@ class ModelArenas:
         """
         if not groups:
             return
+        if isinstance(source, nn.Module):  # an arena has no key to refuse it by
+            self._refuse_state(source)
         if not self.by_group:
             first = source if self.registered is None else self.registered
             self.open(first, version, readers)

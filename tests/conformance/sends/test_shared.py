@@ -71,6 +71,8 @@ def test_extra_state_is_refused_by_name(fleet, source):
     assert arenas() == []
     sender.send(Stamped(2))
     assert fleet.stamps() == [2] * 3
+    with pytest.raises(ManifestMismatch, match="extra.state"):  # nor is it lost where an arena is there already
+        sender.send(source(3))
 
 
 # ---- registration
