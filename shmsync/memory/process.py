@@ -279,7 +279,7 @@ def close_in_children(held: T, close_it: Callable[[T], None]) -> None:
 
 
 def _after_fork() -> None:
-    for held, close_it in list(_closed_in_children.items()):
+    for held, close_it in reversed(list(_closed_in_children.items())):  # what owns others was made before them
         close_it(held)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -13,6 +14,7 @@ from torchrl.collectors import MultiSyncCollector
 
 import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.calls import in_forked_child
 from support.processes import alive, segments
 from support.torchrl import children, parts
 from support.torchrl.environments import Critic, Steps
@@ -137,3 +139,14 @@ def test_fork():
         assert child.hear() == []
         child.process.join()
         assert child.process.exitcode == 0
+
+
+def test_a_fork_of_the_trainer_gives_up_all_that_is_not_its_own(capfd, monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)  # pytest's would print nothing in a child
+    policy = Tagged(1)
+    scheme = ShmWeightSyncScheme()
+    scheme.init_on_sender(model_id="policy", model=policy, devices=["cpu"])
+    scheme.connect()
+    assert in_forked_child(lambda: scheme.initialized_on_sender) == (0, False)
+    assert capfd.readouterr().err == ""
+    scheme.shutdown()
