@@ -97,6 +97,7 @@ class Proxy:
         self.last_error = 0
         self.failed = None  # for the threads of streams
         self.longest = 0.0005
+        self.behind_half = lambda: None  # what a stream does behind each half of a copy
         self._handles = itertools.count(0x7000)
         self.allocations = {}  # address: (GPU, size, memory)
         self._small = {}  # GPU: what is left of a block that small allocations share
@@ -339,6 +340,7 @@ class Proxy:
         half = size // 2
         for at, many in ((0, half), (half, size - half)):
             self.give(stream, lambda at=at, many=many: ctypes.memmove(to + at, source + at, many) and None)
+            self.give(stream, lambda: self.behind_half())
         return (Code(0),)
 
     @recorded()

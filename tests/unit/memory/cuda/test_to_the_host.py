@@ -1,5 +1,7 @@
 """Weights on a GPU, and an arena in the host's memory that CUDA has registered: both ways, over the proxy."""
 
+import threading
+
 import pytest
 import torch
 
@@ -9,18 +11,24 @@ from shmsync.engine.converting import ALONE, MANY
 from shmsync.errors import ShmSyncError
 from shmsync.memory import devices
 from shmsync.memory.cuda import visible
-from support.devices.standin_cuda import TALK, World
-from support.jobs.engine import bind_copies
+from support.calls import Call
+from support.devices.standin_cuda import TALK, Proxy, World
+from support.jobs.engine import attach, bind_copies, look, read
+from support.weights import stamp
+
+
+def name_simulated(patch):
+    """For torch the proxy's GPU is simulated:0."""
+    gpu = visible.device(0)
+    gpu.torch_device = torch.device("simulated", 0)
+    patch.setitem(devices._of_torch, gpu.torch_device, gpu)
 
 
 @pytest.fixture
 def there(process, monkeypatch):
     """there(tensor) -> a copy on the proxy's GPU, whose calls are there.calls; torch calls it simulated:0."""
     calls = process(World())
-    gpu = visible.device(0)
-    gpu.torch_device = torch.device("simulated", 0)
-    for known in (devices._of_name, devices._of_torch):
-        monkeypatch.setitem(known, "simulated:0" if known is devices._of_name else gpu.torch_device, gpu)
+    name_simulated(monkeypatch)
 
     def put(tensor):
         with torch.no_grad():
@@ -122,6 +130,68 @@ def test_any_call_of_a_publish_may_fail_and_no_half_version_is_seen(there, slots
             assert seen(sub) == (pub.version, {1.0})
         assert tried >= {"cudaMemcpyAsync", "cudaEventRecord", "cudaStreamWaitEvent", "cuLaunchHostFunc"}
         assert calls.last_error == 0
+
+
+def publish_half(state):
+    """Publish 2; the GPU stands still when half of the first leaf is written, until state.gate is set."""
+    reached, state.gate = threading.Event(), threading.Event()
+    stamp(state.source, 2)
+    state.calls.behind_half = lambda: reached.set() or state.gate.wait()
+    state.pub.publish()
+    assert reached.wait(20)
+    with pytest.raises(shmsync.DeviceBusy, match="still being copied"):
+        state.pub.publish(timeout=0.1)
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_close_waits_for_a_copy_under_way_or_leaves_its_memory(there, monkeypatch, slots, in_time):
+    there.source = model(there)
+    monkeypatch.setattr(devices, "_LAST_COPIES", 0.05)
+    with shmsync.Publisher(there.source, slots=slots, timeout=20.0) as there.pub:
+        sub = shmsync.Subscriber(there.pub.handle, timeout=20.0)
+        publish_half(there)
+        there.pub._writer.timeout = 20.0 if in_time else 0.1
+        closing = Call(there.pub.close)
+        closing.join(0.2 if in_time else None)
+        assert closing.is_alive() == in_time
+        assert there.calls.registered  # the GPU still writes there
+        there.gate.set()
+        closing.result()
+    there.calls._synchronize()
+    with sub:
+        if in_time:
+            assert read(sub) == (2, 2, 2)
+            assert there.calls.registered == {}
+        elif slots == 2:
+            assert read(sub) == (1, 1, 1)
+        else:
+            with pytest.raises(shmsync.Poisoned):
+                read(sub)
+
+
+def open_trainer_there(state, slots):
+    calls = state.calls = Proxy(World())
+    visible.system = lambda: (calls, calls.side)
+    name_simulated(pytest.MonkeyPatch())
+    state.source = model(lambda tensor: tensor.to("simulated:0"))
+    state.pub = shmsync.Publisher(state.source, slots=slots, timeout=20.0)
+    return state.pub.handle
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_trainer_that_is_killed_in_a_copy_leaves_no_half_version(start, slots):
+    trainer, reader = start(2)
+    reader.call(attach, trainer.call(open_trainer_there, slots), timeout=20.0)
+    trainer.call(publish_half)
+    for error in (shmsync.WriterBusy, shmsync.Poisoned):
+        if error is shmsync.Poisoned:
+            trainer.kill()
+        if slots == 2:
+            assert reader.call(look) == (1, 1, 1)
+        else:
+            with pytest.raises(error):
+                reader.call(look, timeout=0.2 if error is shmsync.WriterBusy else None)
 
 
 @pytest.mark.parametrize("refused", [(), ("cudaHostRegister",)])
