@@ -150,9 +150,8 @@ class MultiprocessCollector:
         if weight_sync_scheme is None:
             weight_sync_scheme = SharedMemWeightSyncScheme(device=devices[0] if len(places) == 1 else None)
         self._scheme = scheme = weight_sync_scheme
-        # A policy elsewhere than the arena gets private copies.
-        bound = isinstance(scheme, SharedMemWeightSyncScheme) and places == {device_names(scheme.device)[0] or HOST}
-        packed = pack(policy, values=not bound)
+        at_arena = isinstance(scheme, SharedMemWeightSyncScheme) and places == {device_names(scheme.device)[0] or HOST}
+        packed = pack(policy, values=not at_arena)  # elsewhere it has private copies
         self._specs = [
             WorkerSpec(index, cloudpickle.dumps([maker] * count), packed, scheme, devices[index])
             for index, maker in enumerate(makers)

@@ -116,17 +116,6 @@ def differences(one, other):
     return [name for name, (a, b) in pairs.items() if a.dtype != b.dtype or not torch.equal(a, b)]
 
 
-def check_rows(rows, length=5):
-    """Whether these frames of one Counting follow one another, over the ends of its episodes too."""
-    now, after = rows["observation"][:, 0], rows["next", "observation"][:, 0]
-    done = rows["next", "done"][:, 0]
-    assert torch.equal(now, torch.arange(len(rows)) % length)
-    assert torch.equal(after, now + 1)  # where the action led, also at the end of an episode
-    assert torch.equal(done, after == length) and torch.equal(done, rows["next", "truncated"][:, 0])
-    assert not rows["next", "terminated"].any() and (rows["next", "reward"] == 1).all()
-    assert torch.equal(rows["next", "episode_return"][:, 0].nan_to_num(-1), torch.where(done, float(length), -1.0))
-
-
 class Odd(Counting):
     """Returns the given values from its resets or its steps; its space is `space`."""
 

@@ -6,9 +6,7 @@ in one test after the other.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 from pathlib import Path
 
 import ray
@@ -25,26 +23,6 @@ SYSTEM = {
     "timeout_ms_task_wait_for_death_info": 10_000,
 }
 _crew = []  # the living actors
-
-
-@contextlib.contextmanager
-def one_node():
-    """Ray on this machine; one that is there already is used."""
-    if ray.is_initialized():
-        yield
-        return
-    os.environ["OMP_NUM_THREADS"] = "1"  # not in a runtime_env, which has its own agent, and no worker started ahead
-    ray.init(
-        "local", num_cpus=1, object_store_memory=256 << 20, include_dashboard=False, _system_config=SYSTEM,
-        log_to_driver=False, logging_level="ERROR",
-    )  # fmt: skip
-    session = ray._private.worker.global_worker.node.get_session_dir_path()  # has Ray's logs
-    try:
-        yield
-    finally:
-        _crew.clear()
-        ray.shutdown()
-        shutil.rmtree(session, ignore_errors=True)
 
 
 # ---- what they hold
