@@ -10,6 +10,7 @@ from __future__ import annotations
 from concurrent import futures
 from typing import Any
 
+import torch
 from typing_extensions import override
 
 from ...engine.outcome import Failure
@@ -115,7 +116,9 @@ class RPCTransport(RemoteTransport):
 def run_there(method: Any, rref: Any, weights: Any) -> Failure | None:
     """On the worker: method(rref, weights). An exception is returned, since torch keeps neither its type nor cause."""
     try:
-        method(rref, weights)
+        returned = method(rref, weights)
+        if isinstance(returned, torch.futures.Future):  # of rpc.functions.async_execution
+            returned.wait()
     except Exception as error:
         return Failure.of(error)
     return None
