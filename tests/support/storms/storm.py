@@ -129,7 +129,9 @@ class Storm:
         missing = list(getattr(error, "missing", ()))
         self.counts["failed" if error else "sent"] += 1
         for life in dead_before:
-            if self.must_name and not life.named and life.index not in missing:
+            # ReaderStalled is before any worker was asked, and names those in the way.
+            asked = self.must_name and not isinstance(error, shmsync.ReaderStalled)
+            if asked and not life.named and life.index not in missing:
                 raise Violation(f"worker {life.index} was dead before the call, which does not name it: {error!r}")
         for life in self.lives:
             calm = not (life.hurt or life.over or life.stopped)
