@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from tensordict import TensorDictBase
 from torch import nn
 
-from ...engine.deadlines import deadline_after, timeout_or_default
+from ...engine.deadlines import deadline_after
 from ...engine.outcome import listed
 from ...errors import WorkerDied
 from ..strategy import WeightStrategy
-from .base import DEFAULT_TIMEOUT, Exchange, one_step
+from .base import Exchange, one_step
 from .packing import Packer
-from .ray import RayTransport, require_ray
+from .ray import RayTransport
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -93,10 +93,9 @@ class WeightUpdaterBase(ABC):
         for hook in self.post_hooks:
             hook()
 
-    def __call__(self, policy_or_weights: Any = None, worker_ids: Any = None) -> Self:
-        """push_weights(). Returns the updater itself."""
+    def __call__(self, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
+        """push_weights()."""
         self.push_weights(policy_or_weights, worker_ids)
-        return self
 
     def _wait_for(self, chosen: Sequence[Any]) -> None:  # noqa: B027
         """Return when the workers of this push have the weights."""
@@ -153,15 +152,15 @@ class RayWeightUpdater(WeightUpdaterBase):
     def __init__(
         self, policy_weights: Any, remote_collectors: list[Any], max_interval: int = 0, *, timeout: float | None = None
     ) -> None:
-        require_ray(self)
         self.policy_weights = policy_weights
         self.remote_collectors = remote_collectors
         self.max_interval = max(0, max_interval)
-        self._timeout = timeout_or_default(timeout, DEFAULT_TIMEOUT)
+        self._store = RayTransport(timeout=timeout)  # puts weights there; it has no actor
         self._packer = Packer()
         self._pushes = 0
-        self._collectors: dict[int, _Collector] = {}  # by the actor's id(); they keep the actor, so nobody else gets it
-        self._begun: dict[int, tuple[_Collector, Any]] = {}  # in a push: what each worker gets
+        self._transports: dict[int, RayTransport] = {}  # by worker
+        self._waited: dict[int, int] = {}  # batches, by worker, since it was given weights
+        self._begun: dict[int, Any] = {}  # in a push: what each worker gets
 
     def all_worker_ids(self) -> list[int]:
         """The indices of the actors."""
@@ -177,42 +176,30 @@ class RayWeightUpdater(WeightUpdaterBase):
             return policy_or_weights
         weights = super()._maybe_map_weights(policy_or_weights)
         self._pushes += 1
-        return RayTransport().wrap(self._packer.pack(weights, "policy", self._pushes))
+        return self._store.wrap(self._packer.pack(weights, "policy", self._pushes))
 
     def _skip_update(self, worker_id: int) -> bool:
-        collector = self._collector(worker_id)
-        collector.waited += 1
-        return collector.reported or collector.waited <= self.max_interval
+        self._waited[worker_id] = self._waited.get(worker_id, 0) + 1
+        return self._transport(worker_id).reported or self._waited[worker_id] <= self.max_interval
 
     def _sync_weights_with_worker(self, *, worker_id: int | None = None, server_weights: Any) -> None:
         assert worker_id is not None
-        self._begun[worker_id] = self._collector(worker_id), server_weights
+        self._waited[worker_id] = 0
+        self._begun[worker_id] = server_weights
 
     def _wait_for(self, chosen: Sequence[int]) -> None:
         begun, self._begun = self._begun, {}
-        dead = [worker for worker in chosen if self._collector(worker).reported]
+        dead = [worker for worker in chosen if self._transport(worker).reported]
         if dead and len(dead) == len(chosen):
             raise WorkerDied(
                 f"{listed(dead)} died before; nothing was pushed. Put new actors into the list", missing=dead
             )
-        collectors = {worker: collector for worker, (collector, _) in begun.items()}
-        exchange = Exchange(self._pushes, collectors, lambda _, worker: one_step(*begun[worker]))
-        try:
-            exchange.finish(deadline_after(None, self._timeout), f"push {self._pushes}")
-        finally:
-            for worker in exchange.outcome.done:
-                collectors[worker].waited = 0
-            actors = {id(actor) for actor in self.remote_collectors}
-            self._collectors = {key: each for key, each in self._collectors.items() if key in actors}
+        transports = {worker: self._transport(worker) for worker in begun}
+        exchange = Exchange(self._pushes, transports, lambda _, worker: one_step(transports[worker], begun[worker]))
+        exchange.finish(deadline_after(None, self._store.timeout), f"push {self._pushes}")
 
-    def _collector(self, worker_id: int) -> _Collector:
-        actor = self.remote_collectors[worker_id]
-        if id(actor) not in self._collectors:
-            self._collectors[id(actor)] = _Collector(actor)
-        return self._collectors[id(actor)]
-
-
-class _Collector(RayTransport):
-    """`waited`: batches since it got weights."""
-
-    waited = 0
+    def _transport(self, worker_id: int) -> RayTransport:
+        known, actor = self._transports.get(worker_id), self.remote_collectors[worker_id]
+        if known is None or known.actor is not actor:
+            known = self._transports[worker_id] = RayTransport(actor)
+        return known
