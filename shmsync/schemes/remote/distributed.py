@@ -132,9 +132,7 @@ class Message(NamedTuple):
 
 
 class RankRequest:
-    """A message to a rank, as a future of its answer. `expected`: the word that means that all went well."""
-
-    expected = UPDATED
+    """A message to a rank, as a future of its answer."""
 
     def __init__(self, store: Any, rank: int, content: Any, call: tuple[Any, ...] | None = None) -> None:
         tag, source, manifest = next(_tags), 0, None
@@ -188,8 +186,8 @@ class RankRequest:
         word, content = self._end  # type: ignore[misc]  # after done()
         if word == FAILED and isinstance(content, Failure):
             raise Failed(content)
-        if word != self.expected:
-            raise Failed(f"it answered {word!r} instead of {self.expected!r}")
+        if word != UPDATED:
+            raise Failed(f"it answered {word!r} instead of {UPDATED!r}")
         _kept.pop((self._key[0], _INITIAL), None)  # a rank takes them before it takes messages
         return content
 
@@ -332,13 +330,6 @@ class DistributedTransport(RemoteTransport):
     def wait(requests: Sequence[Any], seconds: float) -> None:
         poll(lambda: any(request.done() for request in requests), time.monotonic() + seconds)
 
-    @override
-    def check_ack(self, message: str = "updated") -> None:
-        """Wait for the answer to the last send_weights_async(), which should be `message`; RuntimeError for another."""
-        if isinstance(self.request, RankRequest):
-            self.request.expected = message
-        self.wait_ack()
-
     def send_initial_weights(self, weights: Any) -> None:
         """Send weights without the store, to a worker that calls receive_initial_weights(). Does not wait for it.
 
@@ -394,7 +385,7 @@ class DistributedTransport(RemoteTransport):
             target = self.weights_buffer if weights is None else weights
             try:
                 received: Any = message.content
-                if isinstance(received, Label) and message.manifest is not None:
+                if message.manifest is not None:
                     size = message.manifest.used_bytes
                     buffer = receive(size, message.source, message.tag, self.timeout, self._buffer)
                     self._buffer = buffer if self.uses_one_buffer else None
