@@ -304,9 +304,8 @@ class RayModuleTransformReceiver(RemoteReceiver):
 
     @override
     def set_up(self, arguments: Arguments) -> None:
-        """What init_on_worker() got. The model is also looked for as the context's `_actor_module` or `module`."""
+        """What init_on_worker() got. The model is also looked for as the context's `module`."""
         super().set_up(arguments)
-        for name in ("_actor_module", "module"):
-            module = getattr(arguments.context, name, None)
-            if isinstance(self._model_ref, str) and module is not None:
-                self._register_model(module)
+        module = getattr(arguments.context, "module", None)
+        if isinstance(self._model_ref, str) and module is not None:
+            self._register_model(module)

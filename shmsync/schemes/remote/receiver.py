@@ -91,12 +91,8 @@ class RemoteReceiver(WeightReceiver):
                 raise
             self._leave()  # a module is bound to one arena
             self._attached = made
-        try:
-            self._attached.move_to(news.label.version)
-            self._attached.bind(model)
-        except ManifestMismatch:
-            self._leave()
-            raise
+        self._attached.move_to(news.label.version)
+        self._attached.bind(model)
         if isinstance(model, nn.Module):
             for path, state in news.label.extra.items():
                 model.get_submodule(".".join(path)).set_extra_state(state)
