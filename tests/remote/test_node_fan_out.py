@@ -73,6 +73,16 @@ def test_first_weights_that_fit_no_worker_do_not_decide_what_comes_later(fleet):
     assert group.look() == [(5, 2)] * 2
 
 
+def test_a_sender_that_begins_its_versions_again_gets_new_arenas(fleet):
+    options = {"fan_out": "node", "timeout": parts.FOR_EVER}
+    group = fleet("distributed", 2, nodes=["home", "a", "a"]).open(fan_out="node")
+    assert [group.send(1), group.send(2)] == [1, 2]
+    group.trainer.call(parts.make_sender, "distributed", 2, options)
+    for version in (1, 2, 3):
+        assert group.send(10 * version) == version
+        assert group.look() == [(10 * version, version)] * 2
+
+
 @pytest.mark.parametrize("nodes", [["home", "home", "home"], ["home", "a", "a"]])
 def test_a_resend_brings_the_last_weights_to_whole_nodes(fleet, nodes):
     group = fleet("distributed", 2, nodes=nodes).open(workers=1, fan_out="node")

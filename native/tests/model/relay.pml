@@ -1,4 +1,4 @@
-/* Fan-out through a relay (schemes/remote/fan_out.py): the relay publishes, then every worker of its node
+/* Fan-out through a relay (schemes/remote/nodes.py): the relay publishes, then every worker of its node
    attaches to the announced arena and answers. The relay may be killed at any step; within a send another takes its place once, with
    the same parcel at the same version, and all workers move to its arena.
 

@@ -1,4 +1,4 @@
-/* One request under way for each worker (schemes/remote/remote_requests.py): a send that meets an unanswered request waits for
+/* One request under way for each worker (schemes/remote/base.py): a send that meets an unanswered request waits for
    that one first, and what is answered late counts for nothing but itself.
 
    A send ends with an answer, with the worker's death or at its deadline. The network keeps requests in order; the
