@@ -4,7 +4,6 @@ Each name is imported when it is first used: a scheme needs torch, and one for s
 May be imported by collectors and integrations.
 """
 
-# ruff: noqa: F405  # the lazy names come from the star
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
@@ -14,7 +13,17 @@ if _TYPE_CHECKING:
     from .multiprocess import MPTransport, MultiProcessWeightSyncScheme
     from .none import NoWeightSyncScheme
     from .receiver import WeightReceiver
-    from .remote import *  # noqa: F403
+    from .remote.distributed import DistributedTransport, DistributedWeightSyncScheme
+    from .remote.ray import (
+        RayActorTransport,
+        RayModuleTransformReceiver,
+        RayModuleTransformScheme,
+        RayModuleTransformSender,
+        RayTransport,
+        RayWeightSyncScheme,
+    )
+    from .remote.rpc import RPCTransport, RPCWeightSyncScheme
+    from .remote.updater import RayWeightUpdater, WeightUpdaterBase
     from .sender import WeightSender
     from .shared_memory import SharedMemTransport, SharedMemWeightSyncScheme
     from .strategy import WeightStrategy
