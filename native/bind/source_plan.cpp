@@ -132,7 +132,7 @@ class SourcePlan {
   std::uint64_t bytes() const { return bytes_; }
 
  private:
-  enum class Kind : std::uint8_t { leaf, ignored, dict, module, tensordict };
+  enum class Kind : std::uint8_t { leaf, ignored, dict, object };
   struct Node {
     PyTypeObject* type = nullptr;  // held by types_
     Kind kind = Kind::ignored;
@@ -166,37 +166,30 @@ class SourcePlan {
     PyTypeObject* const type = Py_TYPE(value.ptr());
     types_.push_back(nb::borrow(value.type()));
     if (PyObject_IsInstance(value.ptr(), tensor_type.ptr()) == 1) return leaf_of(value, type);
-    if (PyDict_CheckExact(value.ptr()) || value.type().is(ordered)) return dict_level(value, Kind::dict, depth);
-    if (PyObject_IsInstance(value.ptr(), module_type.ptr()) == 1) {
-      const nb::object attributes = attributes_of(value);
-      const Node node{type, Kind::module, static_cast<std::uint32_t>(levels_.size())};
-      levels_.emplace_back();
-      for (PyObject* name : stores()) {
-        PyObject* const store = PyDict_GetItem(attributes.ptr(), name);
-        if (store == nullptr) throw nb::value_error("a module keeps its tensors elsewhere");
-        add(node.at, name, store, depth);
-      }
+    const bool is_dict = PyDict_CheckExact(value.ptr()) || value.type().is(ordered);
+    const bool is_module = !is_dict && PyObject_IsInstance(value.ptr(), module_type.ptr()) == 1;
+    if (value.is_none()) return {type};
+    const Node node{type, is_dict ? Kind::dict : Kind::object, static_cast<std::uint32_t>(levels_.size())};
+    levels_.emplace_back();
+    const auto add = [&](nb::object key, nb::object below) {
+      const Node found = node_of(below, depth + 1);
+      levels_[node.at].push_back({std::move(key), found});
+    };
+    if (is_dict) {
+      const nb::object items = nb::steal(PyDict_Items(value.ptr()));
+      for (nb::handle item : items) add(item[0], item[1]);
       return node;
     }
-    if (value.is_none()) return {type};
-    PyObject* const inner = tensordict_of(value);
-    if (inner == nullptr) throw nb::value_error("an object of the source may hold tensors, and is not known");
-    const Node node{type, Kind::tensordict, static_cast<std::uint32_t>(levels_.size())};
-    levels_.emplace_back();
-    add(node.at, names()[3], inner, depth);
-    return node;
-  }
-
-  void add(std::uint32_t level, PyObject* key, PyObject* value, int depth) {
-    const Node below = node_of(nb::borrow(value), depth + 1);
-    levels_[level].push_back({nb::borrow(key), below});
-  }
-
-  Node dict_level(nb::handle dict, Kind kind, int depth) {
-    const Node node{Py_TYPE(dict.ptr()), kind, static_cast<std::uint32_t>(levels_.size())};
-    levels_.emplace_back();
-    const nb::object items = nb::steal(PyDict_Items(dict.ptr()));
-    for (nb::handle item : items) add(node.at, nb::object(item[0]).ptr(), nb::object(item[1]).ptr(), depth);
+    // A module, a TensorDict or a tensorclass: the attributes that it keeps its tensors in.
+    const nb::object attributes = attributes_of(value);
+    const auto names = is_module ? std::vector{"_parameters", "_buffers", "_modules"} : std::vector{"_tensordict"};
+    for (const char* name : names) {
+      PyObject* const key = interned(name);
+      PyObject* const store =
+          attributes.is_valid() && PyDict_Check(attributes.ptr()) ? PyDict_GetItem(attributes.ptr(), key) : nullptr;
+      if (store == nullptr) throw nb::value_error("an object of the source may hold tensors, and is not known");
+      add(nb::borrow(key), nb::borrow(store));
+    }
     return node;
   }
 
@@ -242,25 +235,10 @@ class SourcePlan {
     return {type, Kind::leaf, number};
   }
 
-  static const std::vector<PyObject*>& names() {
-    static const std::vector<PyObject*> found = {
-        PyUnicode_InternFromString("_parameters"), PyUnicode_InternFromString("_buffers"),
-        PyUnicode_InternFromString("_modules"), PyUnicode_InternFromString("_tensordict")};
-    return found;
-  }
-  static std::vector<PyObject*> stores() { return {names()[0], names()[1], names()[2]}; }
-
   static nb::object attributes_of(nb::handle object) {
     nb::object found = nb::steal(PyObject_GenericGetDict(object.ptr(), nullptr));
     if (!found.is_valid()) PyErr_Clear();
     return found;
-  }
-
-  // What a TensorDict or tensorclass keeps its tensors in; null: it is neither.
-  static PyObject* tensordict_of(nb::handle object) {
-    const nb::object attributes = attributes_of(object);
-    return attributes.is_valid() && PyDict_Check(attributes.ptr()) ? PyDict_GetItem(attributes.ptr(), names()[3])
-                                                                   : nullptr;
   }
 
   bool fits(const Node& node, PyObject* value, std::optional<TorchFunctionOff>& off) {
@@ -277,7 +255,7 @@ class SourcePlan {
         const nb::object held = nb::borrow(value);
         return fits_dict(entries, value, off);
       }
-      default:
+      case Kind::object:
         break;
     }
     const nb::object held = nb::borrow(value);
