@@ -198,12 +198,8 @@ void bind_memory(nb::module_& m) {
           },
           "How a worker failed, for people; \"\": none has. What is longer than its place is cut off.")
       .def(
-          "claim",
-          [](Control& c, std::uint64_t me, std::int32_t worker) -> nb::object {
-            const auto row = c.readers().claim(me, worker);
-            return row ? nb::int_(*row) : nb::object(nb::none());
-          },
-          "me"_a, "worker"_a, nb::sig("def claim(self, me: int, worker: int) -> int | None"))
+          "claim", [](Control& c, std::uint64_t me, std::int32_t worker) { return c.readers().claim(me, worker); },
+          "me"_a, "worker"_a)
       .def(
           "take_over",
           [](Control& c, std::uint32_t row, std::uint64_t dead, std::uint64_t me, std::int32_t worker) {

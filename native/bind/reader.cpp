@@ -19,23 +19,21 @@ using namespace nb::literals;
 namespace shmsync::bind {
 namespace {
 
-// `with reader.hold_lock():` holds the lock without opening a section; hold_lock_to_close() does it for close().
+// `with reader.hold_lock():` holds the lock without opening a section.
 class Held {
  public:
-  Held(nb::object owner, nb::object timeout, bool to_close)
-      : owner_(std::move(owner)), reader_(nb::cast<Reader*>(owner_)), timeout_(std::move(timeout)), closes_(to_close) {}
+  Held(nb::object owner, nb::object timeout)
+      : owner_(std::move(owner)), reader_(nb::cast<Reader*>(owner_)), timeout_(std::move(timeout)) {}
   void enter() {
-    if (closes_) return reader_->begin_closing(owner_);
     reader_->check();
     reader_->lock(owner_, timeout_);
   }
-  void exit() { closes_ ? reader_->end_closing(owner_) : reader_->unlock(owner_); }
+  void exit() { reader_->unlock(owner_); }
 
  private:
   nb::object owner_;
   Reader* reader_;
   nb::object timeout_;
-  bool closes_;
 };
 
 class Section {
@@ -45,16 +43,6 @@ class Section {
         reader_(nb::cast<Reader*>(owner_)),
         asked_(std::move(version)),
         timeout_(std::move(timeout)) {}
-  ~Section() {
-    if (entered_ > 0) reader_->drop(entered_);
-  }
-  Section(Section&& other) noexcept
-      : owner_(std::move(other.owner_)),
-        reader_(other.reader_),
-        asked_(std::move(other.asked_)),
-        timeout_(std::move(other.timeout_)),
-        session_(std::move(other.session_)),
-        entered_(std::exchange(other.entered_, 0)) {}
 
   void enter() {
     reader_->enter(owner_, asked_, timeout_);
@@ -101,34 +89,6 @@ class Section {
   int entered_ = 0;
 };
 
-// Methods of plain CPython's kind: Dynamo calls those of nanobind's without their object, when compiled code opens a
-// section.
-PyObject* read_or_null(PyObject* self, PyObject* args, PyObject* kwargs) {
-  static const char* names[] = {"version", "timeout", nullptr};
-  PyObject *version = Py_None, *timeout = Py_None;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OO:read", const_cast<char**>(names), &version, &timeout))
-    return nullptr;
-  try {
-    const bool sound = timeout == Py_None || (PyFloat_Check(timeout) && PyFloat_AsDouble(timeout) >= 0);
-    nb::object seconds = sound ? nb::borrow(timeout) : nb::borrow(self).attr("_checked_timeout")(nb::handle(timeout));
-    return nb::cast(Section(nb::borrow(self), nb::borrow(version), std::move(seconds))).release().ptr();
-  } catch (nb::python_error& error) {
-    error.restore();
-  }
-  return nullptr;
-}
-
-PyObject* refresh_or_null(PyObject* self, PyObject*) {
-  try {
-    return nb::bool_(nb::inst_ptr<Reader>(self)->refresh(self)).release().ptr();
-  } catch (nb::python_error& error) {
-    error.restore();
-  } catch (nb::builtin_exception& error) {
-    PyErr_SetString(PyExc_ValueError, error.what());
-  }
-  return nullptr;
-}
-
 // What a Subscriber shows of its reader without a step through Python.
 class ReadMethods {
  public:
@@ -151,45 +111,65 @@ void import_tensordict() {
   tried = true;
 }
 
-PyObject* read_of_methods(PyObject* self, PyObject* args, PyObject* kwargs) {
+// read() and refresh() of a Reader, and of a Subscriber (ReadMethods). They are of plain CPython's kind: Dynamo calls
+// methods of nanobind's kind without their object, when compiled code opens a section.
+template <class Type>
+PyObject* reader_of(PyObject* self) {
+  if constexpr (std::is_same_v<Type, Reader>) return self;
+  return nb::inst_ptr<ReadMethods>(self)->reader();
+}
+
+template <class Type>
+PyObject* read_or_null(PyObject* self, PyObject* args, PyObject* kwargs) {
+  static const char* names[] = {"version", "timeout", nullptr};
+  PyObject *version = Py_None, *timeout = Py_None;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OO:read", const_cast<char**>(names), &version, &timeout))
+    return nullptr;
   try {
-    import_tensordict();
+    if (std::is_same_v<Type, ReadMethods>) import_tensordict();
+    const nb::object reader = nb::borrow(reader_of<Type>(self));
+    const bool sound = timeout == Py_None || (PyFloat_Check(timeout) && PyFloat_AsDouble(timeout) >= 0);
+    nb::object seconds = sound ? nb::borrow(timeout) : reader.attr("_checked_timeout")(nb::handle(timeout));
+    return nb::cast(Section(reader, nb::borrow(version), std::move(seconds))).release().ptr();
   } catch (nb::python_error& error) {
     error.restore();
-    return nullptr;
   }
-  return read_or_null(nb::inst_ptr<ReadMethods>(self)->reader(), args, kwargs);
+  return nullptr;
 }
 
-PyObject* refresh_of_methods(PyObject* self, PyObject* args) {
-  return refresh_or_null(nb::inst_ptr<ReadMethods>(self)->reader(), args);
+template <class Type>
+PyObject* refresh_or_null(PyObject* self, PyObject*) {
+  try {
+    PyObject* const reader = reader_of<Type>(self);
+    return nb::bool_(nb::inst_ptr<Reader>(reader)->refresh(reader)).release().ptr();
+  } catch (nb::python_error& error) {
+    error.restore();
+  } catch (nb::builtin_exception& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  }
+  return nullptr;
 }
 
-PyMethodDef read_method = {
-    "read", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(read_or_null)), METH_VARARGS | METH_KEYWORDS,
-    "read($self, /, *, version=None, timeout=None)\n--\n\n"
-    "Enter a read section: `with sub.read() as section:`.\n\n"
-    "Inside, `section.weights` and bound modules show one version, `section.version`. Sections nest; the outermost\n"
-    "one decides the version. With `version`, exactly that one: waits for it at most `timeout` seconds.\n\n"
-    "Raises WriterBusy (the writer kept the gate closed), WriterDied, Poisoned, PublishTimeout (`version` did not\n"
-    "come), ProtocolError (`version` is gone), ClosedError, ForkedHandle."};
+template <class Type>
+PyMethodDef methods[] = {
+    {"read", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(read_or_null<Type>)),
+     METH_VARARGS | METH_KEYWORDS,
+     "read($self, /, *, version=None, timeout=None)\n--\n\n"
+     "Enter a read section: `with sub.read() as section:`.\n\n"
+     "Inside, `section.weights` and bound modules show one version, `section.version`. Sections nest; the outermost\n"
+     "one decides the version. With `version`, exactly that one: waits for it at most `timeout` seconds.\n\n"
+     "Raises WriterBusy (the writer kept the gate closed), WriterDied, Poisoned, PublishTimeout (`version` did not\n"
+     "come), ProtocolError (`version` is gone), ClosedError, ForkedHandle."},
+    {"refresh", refresh_or_null<Type>, METH_NOARGS,
+     "refresh($self, /)\n--\n\n"
+     "Move to the newest version and ack it. False when nothing is new, and inside a section."}};
 
-PyMethodDef refresh_method = {
-    "refresh", refresh_or_null, METH_NOARGS,
-    "refresh($self, /)\n--\n\n"
-    "Move to the newest version and ack it. False when nothing is new, and inside a section."};
-
-PyMethodDef shown_read_method = {read_method.ml_name,
-                                 reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(read_of_methods)),
-                                 read_method.ml_flags, read_method.ml_doc};
-PyMethodDef shown_refresh_method = {refresh_method.ml_name, refresh_of_methods, refresh_method.ml_flags,
-                                    refresh_method.ml_doc};
-
-void add_methods(nb::handle type, std::initializer_list<PyMethodDef*> methods) {
-  for (PyMethodDef* method : methods) {
-    nb::object descriptor = nb::steal(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), method));
+template <class Type>
+void add_methods(nb::handle type) {
+  for (PyMethodDef& method : methods<Type>) {
+    nb::object descriptor = nb::steal(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), &method));
     if (!descriptor.is_valid()) throw nb::python_error();
-    type.attr(method->ml_name) = descriptor;
+    type.attr(method.ml_name) = descriptor;
   }
 }
 
@@ -246,38 +226,28 @@ void bind_reader(nb::module_& m) {
            "The weights by dotted key as read-only numpy arrays, zero-copy; protected only inside the section.\n\n"
            "Raises ProtocolError for weights on a device, and for a dtype that numpy lacks, such as bfloat16.");
 
-  nb::class_<Held>(m, "HeldLock", "Holds a Subscriber's re-entrant lock; for close(), also ends the waits of others.")
+  nb::class_<Held>(m, "HeldLock", "Holds a Subscriber's re-entrant lock.")
       .def("__enter__", &Held::enter)
       .def(
           "__exit__", [](Held& held, nb::handle, nb::handle, nb::handle) { held.exit(); }, "exc_type"_a.none(),
           "exc"_a.none(), "traceback"_a.none());
 
   nb::class_<Reader> reader(m, "Reader", "The reader's side of the protocol.", nb::is_weak_referenceable());
-  add_methods(reader, {&read_method, &refresh_method});
-  nb::class_<ReadMethods> methods(m, "ReadMethods", "read() and refresh() of a reader; base of Subscriber.");
-  add_methods(methods, {&shown_read_method, &shown_refresh_method});
-  methods.def(nb::init<nb::object>(), "reader"_a, nb::sig("def __init__(self, reader: Reader) -> None"));
+  add_methods<Reader>(reader);
+  nb::class_<ReadMethods> shown(m, "ReadMethods", "read() and refresh() of a reader; base of Subscriber.");
+  add_methods<ReadMethods>(shown);
+  shown.def(nb::init<nb::object>(), "reader"_a, nb::sig("def __init__(self, reader: Reader) -> None"));
   reader
-      .def(nb::init<nb::object, std::uint32_t, std::uint64_t, Consistency, const RowReads*>(), "control"_a, "row"_a,
-           "me"_a, "consistency"_a, "reads"_a = nb::none(),
+      .def(nb::init<nb::object, std::uint32_t, std::uint64_t, Consistency, std::shared_ptr<DeviceReads>>(), "control"_a,
+           "row"_a, "me"_a, "consistency"_a, "reads"_a = nb::none(),
            nb::sig("def __init__(self, control: Control, row: int, me: int, consistency: Consistency, "
                    "reads: DeviceReads | None = None) -> None"))
       .def(
-          "hold_lock",
-          [](nb::handle self, nb::object timeout) { return Held(nb::borrow(self), std::move(timeout), false); },
+          "hold_lock", [](nb::handle self, nb::object timeout) { return Held(nb::borrow(self), std::move(timeout)); },
           "timeout"_a = nb::none(), nb::sig("def hold_lock(self, timeout: float | None = None) -> HeldLock"))
-      .def(
-          "hold_lock_to_close", [](nb::handle self) { return Held(nb::borrow(self), nb::none(), true); },
-          nb::sig("def hold_lock_to_close(self) -> HeldLock"))
-      .def_prop_ro("closing_or_closed", [](const Reader& r) { return r.closing > 0 || r.closed; })
-      .def(
-          "move_to_arena",
-          [](Reader& r, nb::object control, std::uint32_t row, std::uint64_t me, const RowReads* reads) {
-            r.use(std::move(control), row, me, reads);
-          },
-          "control"_a, "row"_a, "me"_a, "reads"_a = nb::none(),
-          nb::sig(
-              "def move_to_arena(self, control: Control, row: int, me: int, reads: DeviceReads | None = None) -> None"))
+      .def("move_to_arena", &Reader::use, "control"_a, "row"_a, "me"_a, "reads"_a = nb::none(),
+           nb::sig("def move_to_arena(self, control: Control, row: int, me: int, reads: DeviceReads | None = None) -> "
+                   "None"))
       .def_rw("follows", &Reader::follows, "Does it look for a publisher that was started again?")
       .def_rw("publisher_lost", &Reader::publisher_lost, "It follows, and its publisher is gone.")
       .def_rw("moves_natively", &Reader::moves_natively, "May a move to a new version be all native?")
@@ -319,7 +289,7 @@ void bind_reader(nb::module_& m) {
           "forget_applied", [](Reader& r) { r.side->forget(); },
           "What was applied may be torn: the next entry moves again.")
       .def(
-          "leave_held", [](nb::handle self) { return nb::inst_ptr<Reader>(self)->abandon(self); },
+          "leave_held", [](nb::handle self) { return nb::inst_ptr<Reader>(self)->leave_held(self); },
           nb::sig("def leave_held(self) -> bool"), "Leave what a hook has entered; True if it was torn.")
       .def(
           "wait_at_gate",
@@ -328,23 +298,16 @@ void bind_reader(nb::module_& m) {
             return r.side->wait(Nanoseconds(timeout_ns));
           },
           "timeout_ns"_a)
-      .def(
-          "wait_version_slice",
-          [](const Reader& r, std::uint64_t version, std::int64_t timeout_ns) {
-            return r.wait_version(version, timeout_ns);
-          },
-          "version"_a, "timeout_ns"_a)
+      .def("wait_version_slice", &Reader::wait_version, "version"_a, "timeout_ns"_a)
       .def("check_open", &Reader::check, "Raise if it is closed, or the parent's after a fork.")
       .def("count_retry", [](Reader& r) { r.side->count_retry(); })
       .def(
           "aliases", [](const Reader& r, nb::handle tensor) { return r.memory.aliases(tensor); }, "tensor"_a)
       .def(
-          "set_slab", [](Reader& r, std::uintptr_t begin, std::uintptr_t end) { r.memory.set_slab(begin, end); },
-          "begin"_a, "end"_a)
-      .def(
-          "set_copies", [](Reader& r, Ranges ranges) { r.memory.set_copies(std::move(ranges)); }, "ranges"_a)
+          "set_memory", [](Reader& r, Ranges ranges) { r.memory.set(std::move(ranges)); }, "ranges"_a,
+          "The addresses of what changes with the version, [begin, end) each.")
       .def_prop_ro("row", &Reader::row)
-      .def_prop_ro("in_section", [](const Reader& r) { return r.in_section(); })
+      .def_prop_ro("in_section", &Reader::in_section)
       .def_prop_ro("in_pinned_section", [](const Reader& r) { return r.in_section() && r.side->pinned(); })
       .def_prop_ro("held_version", [](const Reader& r) { return version_of(r.side->held()); })
       .def_prop_ro("held_slot", [](const Reader& r) { return slot_of(r.side->held()); })

@@ -10,18 +10,20 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
+#include <exception>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include "compiling.hpp"
 #include "control.hpp"
-#include "device.hpp"
 #include "follower.hpp"
 #include "gil.hpp"
 #include "section_lock.hpp"
+#include "shmsync/device_reads.hpp"
 #include "thread_versions.hpp"
 #include "weights_memory.hpp"
 
@@ -38,13 +40,15 @@ inline std::string name_of(const Thread& thread) {
   for (nb::handle each : threads)
     if (each.attr("ident").equal(nb::int_(thread.ident)))
       return "thread '" + nb::cast<std::string>(each.attr("name")) + "'";
-  return "a thread that Python did not start";
+  return "a thread that has ended, or that Python did not start,";
 }
 
 class Reader {
  public:
-  Reader(nb::object control, std::uint32_t row, std::uint64_t me, Consistency consistency, const RowReads* reads) {
-    use(control, row, me, consistency, reads);
+  Reader(nb::object control, std::uint32_t row, std::uint64_t me, Consistency consistency,
+         std::shared_ptr<DeviceReads> reads)
+      : consistency_(consistency) {
+    use(std::move(control), row, me, std::move(reads));
   }
 
   void check() const {
@@ -58,7 +62,8 @@ class Reader {
   void lock(nb::handle self, nb::handle timeout) {
     if (!mutex.try_lock()) {
       check();
-      wait_for_lock(nb::cast<double>(timeout.is_none() ? self.attr("timeout") : timeout));
+      // No Python code runs after the lock was taken.
+      if (!mutex.wait(nb::cast<double>(timeout.is_none() ? self.attr("timeout") : timeout))) raise_busy();
     }
     try {
       check();  // it may have been closed while we waited
@@ -109,40 +114,26 @@ class Reader {
     if (closed) return false;                            // close() has given this section up
     if (depth == 0 || !mutex.mine())
       raise("ProtocolError", "a read section must be left in the thread that entered it");
-    bool torn = false;
-    if (--depth > 0) {
-      torn = side->torn_so_far();
-      mutex.unlock();
-      return torn;
-    }
-    std::optional<nb::python_error> error;
-    try {
-      const Entering mark(entering);
-      if (side->device()) tell_device(self, error);
-    } catch (...) {  // no memory
-      side->leave();
-      mutex.unlock();
-      throw;
-    }
-    torn = side->leave();
+    const Unlocking unlocking{mutex};
+    if (--depth > 0) return side->torn_so_far();
+    const Entering mark(entering);
+    const bool torn = leave_held(self);
     if (torn) side->forget();
-    mutex.unlock();
-    if (error) throw *error;
     return torn;
   }
 
-  // Leaves what _enter_slowly() or _refresh_now() has entered, in the middle of their work.
-  bool abandon(nb::handle self) {
-    std::optional<nb::python_error> error;
-    if (side->device()) tell_device(self, error);
+  // Leaves what a hook has entered, in the middle of its work, or what was a section.
+  bool leave_held(nb::handle self) {
+    std::exception_ptr error;
+    if (side->device()) try {
+        tell_device(self);
+      } catch (...) {
+        error = std::current_exception();
+      }
     const bool torn = side->leave();
-    if (error) throw *error;
+    if (error) std::rethrow_exception(error);
     return torn;
   }
-
-  // A section's object is gone, and was entered so many times more than left: no code can leave it any more. Its pin
-  // stays until close(), since the weights may still be in use.
-  void drop(int entries) { dropped += entries; }
 
   bool refresh(nb::handle self) {
     check();
@@ -165,55 +156,18 @@ class Reader {
     }
   }
 
-  // For close(): lock it, and have the waits of other threads end meanwhile. Gives abandoned sections up.
-  void begin_closing(nb::handle self) {
-    check();
-    ++closing;
-    try {
-      if (abandoned()) {
-        give_up(self);
-      } else if (mutex.mine()) {
-        if (depth > 0)
-          raise("ProtocolError", "close() inside a read section of this Subscriber; leave the section first");
-        lock(self, nb::none());
-      } else if (!mutex.try_lock()) {
-        if (!mutex.wait(nb::cast<double>(self.attr("timeout")), [this] { return abandoned(); })) {
-          if (!abandoned()) raise_busy();
-          give_up(self);
-        }
-      }
-      try {
-        check();  // another thread may have been quicker
-      } catch (...) {
-        unlock(self);
-        throw;
-      }
-    } catch (...) {
-      --closing;
-      throw;
-    }
-  }
-
-  void end_closing(nb::handle self) {
-    --closing;
-    unlock(self);
-  }
-
   // Moves to another arena. Hold the lock, outside of sections.
-  void use(nb::object control, std::uint32_t row, std::uint64_t me, Consistency consistency, const RowReads* reads) {
+  void use(nb::object control, std::uint32_t row, std::uint64_t me, std::shared_ptr<DeviceReads> reads) {
     Control& mapped = nb::cast<Control&>(control);
     const std::optional<ReadSide> before = side;
     side.emplace(mapped.publication(), mapped.slots(), mapped.slot_count(), mapped.readers()[row], mapped.reply(), me,
-                 consistency);
+                 consistency_);
     if (before) side->go_on_from(*before);
-    if (reads != nullptr) side->read_by(reads->reads);
+    side->read_by(std::move(reads));
     thread_versions.move_to(
         {reinterpret_cast<const char*>(mapped.identity().session), sizeof mapped.identity().session});
     control_ = std::move(control);
     row_ = row;
-  }
-  void use(nb::object control, std::uint32_t row, std::uint64_t me, const RowReads* reads) {
-    use(std::move(control), row, me, side->consistency(), reads);
   }
 
   // The views show the held version: ack it.
@@ -278,52 +232,27 @@ class Reader {
     return true;
   }
 
-  // Holds the lock when it returns: no Python code runs after the lock was taken.
-  void wait_for_lock(double seconds) {
-    if (!mutex.wait(seconds, [this] { return abandoned(); })) raise_busy();
-  }
-
-  // Will no thread unlock it? Its thread has ended inside a section, or the objects of all open sections are gone.
-  bool abandoned() const {
-    if (mutex.holds() == 0) return false;
-    return mutex.owner()->ended.load(std::memory_order_acquire) ||
-           (depth > 0 && dropped == depth && mutex.holds() == depth);
-  }
-
-  void give_up(nb::handle self) {
-    depth = dropped = 0;
-    drop_pin(self);
-    mutex.seize();
-  }
-
   // Before a section's pin goes: what it has asked the device for is still to be done, and holds the slot until then.
   // An optimistic section has no pin: it is done when this returns, so that what it has read can be judged. The error
   // is what the device has failed with, then the slot stays held, or what a signal's handler has raised meanwhile.
-  void tell_device(nb::handle self, std::optional<nb::python_error>& error) {
-    if (side->holds_pin()) {
-      const nb::object call = nb::cast(HostCall{side->device()->begin(slot_of(side->held()))});
-      insist(error, [&] { call_method(self, "_reads_end", call); });
-    } else if (side->consistency() == Consistency::optimistic && !side->pinned()) {
-      try {
-        call_method(self, "_reads_end", nb::none());
-      } catch (nb::python_error& raised) {
-        if (!error) error.emplace(raised);
-      }
+  void tell_device(nb::handle self) {
+    if (!side->holds_pin()) {
+      if (consistency_ == Consistency::optimistic && !side->pinned()) call_method(self, "_reads_end", nb::none());
+      return;
     }
-  }
-
-  // Retries a hook in which a signal's handler raises. A hook that is left half done would hold a slot forever. Hooks
-  // may be called again. The first error is kept.
-  template <class Hook>
-  static void insist(std::optional<nb::python_error>& error, Hook hook) {
+    const nb::object call = nb::cast(side->device()->begin(slot_of(side->held())));
+    // A hook that a signal's handler leaves half done would hold the slot for ever, and may be called again.
     constexpr int kTries = 100;
+    std::optional<nb::python_error> error;
     for (int tries = 0; tries < kTries; ++tries) try {
-        return hook();
+        call_method(self, "_reads_end", call);
+        break;
       } catch (nb::python_error& raised) {
         const bool final = raised.matches(shmsync_error());
         if (!error) error.emplace(raised);
-        if (final) return;
+        if (final) break;
       }
+    if (error) throw *error;
   }
 
   static nb::handle shmsync_error() {
@@ -336,25 +265,20 @@ class Reader {
     if (!side->holds_pin()) return;
     if (side->device()) {
       nb::error_scope earlier;
-      std::optional<nb::python_error> error;
-      tell_device(self, error);
-      if (error) error->discard_as_unraisable("telling the device that a read section was given up");
+      try {
+        tell_device(self);
+      } catch (nb::python_error& error) {
+        error.discard_as_unraisable("telling the device that a read section was given up");
+      }
     }
     side->drop();
   }
 
   [[noreturn]] void raise_busy() const {
-    const std::string who =
-        mutex.owner()->ended.load(std::memory_order_acquire) ? "a thread that has ended" : name_of(*mutex.owner());
-    if (abandoned())
-      raise("SubscriberBusy",
-            (who + " entered a read section of this Subscriber and no thread can leave it any more; close() "
-                   "gives it up, then attach again")
-                .c_str());
-    raise("SubscriberBusy",
-          (who + " kept this Subscriber in a read section; make one Subscriber per thread that reads in "
-                 "parallel")
-              .c_str());
+    raise("SubscriberBusy", (name_of(*mutex.owner()) +
+                             " kept this Subscriber in a read section; make one Subscriber per thread that reads in "
+                             "parallel")
+                                .c_str());
   }
 
   bool should_look() {
@@ -365,6 +289,11 @@ class Reader {
     return true;
   }
 
+  struct Unlocking {
+    ~Unlocking() { mutex.unlock(); }
+    SectionLock& mutex;
+  };
+
   struct Entering {
     explicit Entering(bool& flag) : flag(flag) { flag = true; }
     ~Entering() { flag = false; }
@@ -372,6 +301,7 @@ class Reader {
   };
 
   nb::object control_;  // of the arena that is read: keeps it mapped
+  const Consistency consistency_;
   std::uint32_t row_ = 0;
   std::uint64_t generation_ = fork_generation();
   std::uint64_t looked_ = 0;
@@ -381,9 +311,7 @@ class Reader {
   SectionLock mutex;
   ThreadVersions thread_versions;
   WeightsMemory memory;
-  int depth = 0;    // sections that are open
-  int dropped = 0;  // of these, those whose object is gone
-  int closing = 0;  // threads in close()
+  int depth = 0;  // sections that are open
   bool follows = false;
   bool publisher_lost = false;  // follows, and its publisher is gone
   bool entering = false;        // a hook is at work

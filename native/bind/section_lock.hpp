@@ -1,7 +1,5 @@
 // The lock around a Subscriber's sections. One thread at a time holds it, that one again and again; the others queue.
 //
-// Not a std::recursive_timed_mutex: no other thread could take that from one that ended inside a section.
-//
 // INV: every member is read and written under the GIL, which this module needs and only a wait lets go. So there is
 //      nothing atomic here but the word that a waiter sleeps on.
 #pragma once
@@ -20,16 +18,11 @@ namespace shmsync::bind {
 // A thread that has held such a lock. The system uses its thread ids again; no other thread ever has this object.
 struct Thread {
   const unsigned long ident = PyThread_get_thread_ident();  // of Python's threading
-  std::atomic<bool> ended{false};
 };
 
 inline const std::shared_ptr<Thread>& this_thread() {
-  struct UntilItEnds {
-    std::shared_ptr<Thread> thread = std::make_shared<Thread>();
-    ~UntilItEnds() { thread->ended.store(true, std::memory_order_release); }
-  };
-  thread_local const UntilItEnds mark;
-  return mark.thread;
+  thread_local const std::shared_ptr<Thread> thread = std::make_shared<Thread>();
+  return thread;
 }
 
 class SectionLock {
@@ -45,17 +38,15 @@ class SectionLock {
     return true;
   }
 
-  // Waits for the lock, behind those who wait already. False at the deadline, or once stop() is true; then
-  // this thread does not hold it. stop() is asked before each slice.
-  template <class Stop>
-  bool wait(double seconds, Stop stop) {
+  // Waits for the lock, behind those who wait already. False at the deadline; then this thread does not hold it.
+  bool wait(double seconds) {
     using Clock = std::chrono::steady_clock;
     const auto start = Clock::now();
     Waiter waiter(*this);
     for (;;) {
       if (waiter.take()) return true;
       const double left = seconds - std::chrono::duration<double>(Clock::now() - start).count();
-      if (left <= 0 || stop()) return false;
+      if (left <= 0) return false;
       {
         const WithoutGil released;
         futex_wait(waiter.granted, 0, Nanoseconds(static_cast<std::int64_t>(std::min(left, 0.05) * 1e9)));
@@ -74,11 +65,7 @@ class SectionLock {
     futex_wake_all(next->granted);
   }
 
-  // Takes it from its holder. The caller knows that no thread will unlock it.
-  void seize() { hold(this_thread()); }
-
   bool mine() const { return holds_ > 0 && owner_ == this_thread(); }
-  int holds() const { return holds_; }
   // The thread that holds it, or held it last; null: none has.
   const Thread* owner() const { return owner_.get(); }
 

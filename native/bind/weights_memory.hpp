@@ -33,26 +33,17 @@ class WeightsMemory {
         return false;  // it has no storage: a sparse tensor, or one under vmap, grad or functionalisation
       }
     }
-    if (address >= slab_begin_ && address < slab_end_) return true;
-    const auto after = std::upper_bound(copies_.begin(), copies_.end(), std::pair{address, ~std::uintptr_t{0}});
-    return after != copies_.begin() && address < std::prev(after)->second;
+    const auto after = std::upper_bound(ranges_.begin(), ranges_.end(), std::pair{address, ~std::uintptr_t{0}});
+    return after != ranges_.begin() && address < std::prev(after)->second;
   }
 
-  // Private copies that change with the version.
-  void set_copies(Ranges ranges) {
+  void set(Ranges ranges) {
     std::sort(ranges.begin(), ranges.end());
-    copies_ = std::move(ranges);
-  }
-
-  // The read-only mapping of the arena's slab.
-  void set_slab(std::uintptr_t begin, std::uintptr_t end) {
-    slab_begin_ = begin;
-    slab_end_ = end;
+    ranges_ = std::move(ranges);
   }
 
  private:
-  std::uintptr_t slab_begin_ = 0, slab_end_ = 0;
-  Ranges copies_;  // by address
+  Ranges ranges_;  // by address; none overlaps another
 };
 
 }  // namespace shmsync::bind

@@ -1,14 +1,13 @@
 // PublicationWriter for Python.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "compiling.hpp"
 #include "control.hpp"
-#include "device.hpp"
 #include "gil.hpp"
-#include "sources.hpp"
+#include "shmsync/device_reads.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -152,7 +151,7 @@ void bind_writer(nb::module_& m) {
       .def(
           "commit", [](Writer& w) { return w.commit(); }, "Publish what was written; the new version.")
       .def(
-          "commit_later", [](Writer& w) { return HostCall{commit_later(w)}; },
+          "commit_later", [](Writer& w) { return commit_later(w); },
           "A commit() that a device makes. Until it is done or cancelled, use only `published` of this writer.",
           nb::keep_alive<0, 1>())
       .def("abort", [](Writer& w) { w.abort(); })
@@ -174,11 +173,10 @@ void bind_writer(nb::module_& m) {
       .def(
           "blockers",
           [](const Writer& w) {
-            nb::list found;
-            for (const auto& b : w.blockers()) found.append(nb::make_tuple(b.row, b.owner, b.version));
+            std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint64_t>> found;
+            for (const auto& b : w.blockers()) found.emplace_back(b.row, b.owner, b.version);
             return found;
           },
-          nb::sig("def blockers(self) -> list[tuple[int, int, int]]"),
           "(row, owner, pinned version) of each row in the way.")
       .def("claimed_rows",
            [](const Writer& w) {

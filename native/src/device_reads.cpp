@@ -2,19 +2,9 @@
 
 namespace shmsync {
 
-class DeviceReads::Read final : public Later {
- public:
-  Read(std::shared_ptr<DeviceReads> reads, std::uint32_t slot) : reads_(std::move(reads)), slot_(slot) {}
-
- private:
-  void work() noexcept override { reads_->end(slot_); }
-
-  std::shared_ptr<DeviceReads> reads_;
-  std::uint32_t slot_;
-};
-
 std::shared_ptr<Later> DeviceReads::begin(std::uint32_t slot) {
-  auto read = std::make_shared<Read>(shared_from_this(), slot);  // before anything is noted: memory may be out
+  // Before anything is noted: memory may be out.
+  auto read = std::make_shared<Later>([reads = shared_from_this(), slot] { reads->end(slot); });
   const std::lock_guard locked(mutex_);
   ++total_;
   if (under_way_[slot]++ == 0 && mine()) {
@@ -66,21 +56,5 @@ bool DeviceReads::wait(Nanoseconds timeout) {
   futex_wait(ended_, seen, timeout);
   return idle();
 }
-
-namespace {
-
-class Commit final : public Later {
- public:
-  explicit Commit(PublicationWriter& writer) : writer_(writer) {}
-
- private:
-  void work() noexcept override { writer_.commit(); }
-
-  PublicationWriter& writer_;
-};
-
-}  // namespace
-
-std::shared_ptr<Later> commit_later(PublicationWriter& writer) { return std::make_shared<Commit>(writer); }
 
 }  // namespace shmsync

@@ -14,7 +14,7 @@ void run_later(void* ticket) {
 void Later::run() noexcept {
   std::uint32_t pending = kPending;
   if (!state_.compare_exchange_strong(pending, kRunning, std::memory_order_acquire)) return;
-  work();
+  work_();
   // SYNC later.done: release; pairs with wait(). A thread that sees it sees what the work has done.
   state_.store(kDone, std::memory_order_release);
   futex_wake_all(state_);

@@ -345,8 +345,7 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
         garbage collector finds it, and leaves the arena at once when it is bound to another one.
 
         A module that was bound with a guard raises ClosedError when called: bind it elsewhere, or deepcopy() it. A wait
-        of another thread in this subscriber ends with ClosedError. A section that no thread can leave any more, because
-        its thread has ended or its object is gone, is released.
+        of another thread in this subscriber ends with ClosedError.
 
         Raises ProtocolError inside a section of this thread, WriterBusy when another thread does not leave its section
         in time; then nothing is closed.

@@ -29,7 +29,6 @@ class DeviceReads : public std::enable_shared_from_this<DeviceReads> {
   bool wait(Nanoseconds timeout);   // at most one slice. True when nothing is under way
 
  private:
-  class Read;
   void end(std::uint32_t slot);
   void ack_if_due();
   bool mine() const { return row_.owner.load(std::memory_order_relaxed) == me_; }
@@ -48,6 +47,8 @@ class DeviceReads : public std::enable_shared_from_this<DeviceReads> {
 
 // The commit that a device makes, behind the copies of a version. While it is pending no other code may call the
 // writer, which lives longer.
-std::shared_ptr<Later> commit_later(PublicationWriter& writer);
+inline std::shared_ptr<Later> commit_later(PublicationWriter& writer) {
+  return std::make_shared<Later>([&writer] { writer.commit(); });
+}
 
 }  // namespace shmsync

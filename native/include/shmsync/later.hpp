@@ -5,7 +5,9 @@
 // Uses no Python and none of the device's functions: drivers forbid both in such a call.
 #pragma once
 
+#include <functional>
 #include <memory>
+#include <utility>
 
 #include "shmsync/futex.hpp"
 
@@ -13,8 +15,7 @@ namespace shmsync {
 
 class Later : public std::enable_shared_from_this<Later> {
  public:
-  virtual ~Later() = default;
-  Later() = default;
+  explicit Later(std::function<void()> work) : work_(std::move(work)) {}
   Later(const Later&) = delete;
   Later& operator=(const Later&) = delete;
 
@@ -25,14 +26,12 @@ class Later : public std::enable_shared_from_this<Later> {
   // At most one slice. True when it is done.
   bool wait(Nanoseconds timeout) const;
 
- protected:
-  virtual void work() noexcept = 0;
-
  private:
   friend void run_later(void* ticket);
   enum : std::uint32_t { kPending, kRunning, kDone, kCancelled };
   void run() noexcept;
 
+  const std::function<void()> work_;
   Word32 state_{kPending};
 };
 

@@ -71,8 +71,7 @@ class ReadSide {
     const std::uint64_t seq = slots_[0].seq.load(std::memory_order_acquire);  // SYNC seq.end
     return seq % 2 == 0 ? seq / 2 : 0;
   }
-  Consistency consistency() const { return consistency_; }  // as asked for
-  void go_on_from(const ReadSide& before) {                 // the same subscriber, in another arena: its counts go on
+  void go_on_from(const ReadSide& before) {  // the same subscriber, in another arena: its counts go on
     reads_ = before.reads_;
     torn_ = before.torn_;
     retries_ = before.retries_;

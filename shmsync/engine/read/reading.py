@@ -75,14 +75,14 @@ class ReadPath(_native.Reader):
         successor: Successor | None,
     ) -> None:
         super().__init__(attached.arena.control, attached.row, attached.owner, consistency, _reads(attached))
-        begin, end = attached.arena.readonly_range()
-        self.set_slab(begin, end)
         self.arena = attached.arena
+        self.set_copies([])
         self.followers: list[Any] = []  # the Bindings of modules, which move to each version
         self.covers: weakref.WeakSet[Any] = weakref.WeakSet()  # of bound modules
         self._streams: list[Stream] = []  # that the open section uses on a device, besides the current one
         self.optimistic = consistency is Consistency.OPTIMISTIC
         self.timeout = timeout  # default of waits, in seconds
+        self._closing = False  # then the waits of other threads end
         self._shown = attached.arena  # the arena of `weights`: until a successor's are applied, the old one's
         # The functions of on_version(), and the session and the version that each was called for.
         self._told: dict[Callable[[int], object], tuple[bytes, int] | None] = {}
@@ -171,6 +171,11 @@ class ReadPath(_native.Reader):
             version=version,
         )
 
+    def set_copies(self, places: list[tuple[int, int]]) -> None:
+        """These private copies, at [begin, end), change with the version as the slab does."""
+        self._copies = places
+        self.set_memory([self.arena.readonly_range(), *places])
+
     @property
     def gone(self) -> bool:
         """Will the publisher of this arena publish nothing more?"""
@@ -179,7 +184,7 @@ class ReadPath(_native.Reader):
     def _look_up(self) -> None:
         """In each slice of a wait: can the version still arrive?"""
         stay_if_exiting()
-        if self.closing_or_closed:
+        if self._closing or self.closed:
             raise ClosedError(f"this Subscriber of arena {self.name!r} was closed by another thread; attach again")
         if self.left():
             raise ClosedError(f"the trainer has left the Workers of arena {self.name!r}; let this worker return")
@@ -195,9 +200,9 @@ class ReadPath(_native.Reader):
         self._release.add(attached)
         self.moves_natively = False
         self.move_to_arena(attached.arena.control, attached.row, attached.owner, _reads(attached))
-        self.set_slab(*attached.arena.readonly_range())
         self.arena.reader, attached.arena.reader = None, self.arena.reader
         before, self.arena = self.arena, attached.arena
+        self.set_copies(self._copies)
         if before.live is not None:
             self.arena.live = before.live[0], (Handle(self.name, self.arena.session),)
         self.writer = attached.writer
@@ -287,8 +292,11 @@ class ReadPath(_native.Reader):
         """As Subscriber.close()."""
         if self.closed or self.in_parent:  # forked: the row is the parent's
             return
+        if self.in_section:
+            raise ProtocolError("close() inside a read section of this Subscriber; leave the section first")
+        self._closing = True
         try:
-            with self.hold_lock_to_close():
+            with self.hold_lock():
                 wait_for_reads(self.arena, self.name, deadline_after(None, self.timeout))
                 self.retire()
                 try:
@@ -297,6 +305,8 @@ class ReadPath(_native.Reader):
                     self._finalizer()
         except ClosedError:
             pass  # another thread was quicker
+        finally:
+            self._closing = False
 
     def __del__(self) -> None:
         if getattr(self, "_finalizer", None) is not None and not self.closed and not self.in_parent:

@@ -1,7 +1,9 @@
-"""close() ends every wait that another thread is in, with ClosedError."""
+"""close() ends every wait that another thread is in, with ClosedError, and waits for its section."""
 
 from __future__ import annotations
 
+import threading
+from contextlib import contextmanager
 from math import inf as for_ever
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 import shmsync
 from support.calls import Call
-from support.processes import until_waits
+from support.processes import PATIENCE, until_waits
 
 
 def ends_closed(call):
@@ -27,6 +29,26 @@ def reads(sub):
 def waits_inside(sub):
     with sub.read():
         sub.wait_version(9, timeout=for_ever)
+
+
+@contextmanager
+def elsewhere(context):
+    """Another thread, which is given, is inside this context meanwhile."""
+    inside, over = threading.Event(), threading.Event()
+
+    def stay():
+        with context:
+            inside.set()
+            over.wait(PATIENCE)
+
+    call = Call(stay)
+    try:
+        assert inside.wait(PATIENCE)
+        yield call
+    finally:
+        over.set()
+        call.join(PATIENCE)
+    call.result()
 
 
 @pytest.mark.parametrize(
@@ -93,3 +115,18 @@ def test_close_of_the_publisher_wakes_a_wait_for_acks(publisher, subscriber, wri
     assert (error.version, error.missing) == (2, [3])
     assert sub.refresh()
     assert sub.version == 2
+
+
+def test_close_waits_for_a_live_thread_and_names_it(publisher, subscriber):
+    pub = publisher({"t": torch.zeros(4)})
+    sub = subscriber(pub, timeout=0.2)
+    with elsewhere(sub.read()) as slow:
+        with pytest.raises(shmsync.WriterBusy, match=slow.name):
+            sub.close()
+        with pytest.raises(shmsync.WriterBusy, match=f"{slow.name}.*one Subscriber per thread"), sub.read():
+            pass
+        assert pub.readers()[0].pinned == 1  # nothing was changed
+    with sub.read() as section:  # it goes on
+        assert section.version == 1
+    sub.close()
+    assert pub.readers() == []
