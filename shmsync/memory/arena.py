@@ -257,37 +257,32 @@ def create(
                 free_unused()
                 storage = device.allocate(size)
             memory = Slab(storage, storage)
-        try:
-            on_device = None if device is None else OnDevice(device, memory.readonly)
-            created = segment.create(
-                name,
-                _native.segment_bytes(slots, max_readers, len(text)),
-                follows=follows,
-                session=session,
-                owner=owner,
-                boot_id=boot_id,
-                pid_namespace=pid_namespace,
-                slots=slots,
-                readers=max_readers,
-                slot_bytes=manifest.slot_bytes,
-                slab_kind=_native.SLAB_MEMFD if device is None else device.kind,
-                slab_fd=memory.fd,
-                slab_inode=memory.inode,
-                slab_handle=b"" if device is None else device.export(memory.readonly),
-                fingerprint=fingerprint(text),
-                manifest=text,
-            )
-        except BaseException:
-            if device is not None:
-                device.free(memory.readonly)
-            raise
+        on_device = None if device is None else OnDevice(device, memory.readonly)
+        created = segment.create(
+            name,
+            _native.segment_bytes(slots, max_readers, len(text)),
+            follows=follows,
+            session=session,
+            owner=owner,
+            boot_id=boot_id,
+            pid_namespace=pid_namespace,
+            slots=slots,
+            readers=max_readers,
+            slot_bytes=manifest.slot_bytes,
+            slab_kind=_native.SLAB_MEMFD if device is None else device.kind,
+            slab_fd=memory.fd,
+            slab_inode=memory.inode,
+            slab_handle=b"" if device is None else device.export(memory.readonly),
+            fingerprint=fingerprint(text),
+            manifest=text,
+        )
         return Arena(created.control, memory, manifest, slots, session, on_device), created
 
 
 # Memory of the host is counted by the system. That of a device may go with its owner, and CUDA leaves open what readers
 # find there then. So a closed publisher keeps it until the last row of a living process is gone; each arena that this
 # process closes on a device looks again, and one for which there is no room. It ends with the process in any case.
-_lent: list[tuple[OnDevice, _native.Control, int]] = []  # the last one: of which process, see fork_generation()
+_lent: list[tuple[OnDevice, _native.Control]] = []
 _lent_lock = threading.RLock()
 
 
@@ -296,7 +291,7 @@ def _free_on_device(place: OnDevice, control: _native.Control) -> None:
     free_unused()
     if place.reads is None and _open_elsewhere(control):
         with _lent_lock:
-            _lent.append((place, control, _native.fork_generation()))
+            _lent.append((place, control))
     else:
         place.free()
 
@@ -304,11 +299,11 @@ def _free_on_device(place: OnDevice, control: _native.Control) -> None:
 def free_unused() -> int:
     """Free the memory of closed arenas on devices that no process has open any more; how many are still lent."""
     with _lent_lock:
-        _lent[:] = [each for each in _lent if each[2] == _native.fork_generation()]  # the rest is the parent's
         for each in list(_lent):
-            if not _open_elsewhere(each[1]):
+            place, control = each
+            if not _open_elsewhere(control):
                 _lent.remove(each)
-                each[0].free()
+                place.free()
         return len(_lent)
 
 

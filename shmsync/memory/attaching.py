@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
 from multiprocessing.util import is_exiting
 from typing import NamedTuple
 
@@ -73,17 +72,15 @@ def _mapped(
     index = -1 if worker is None else worker
     if device is None:
         memory = slab.attach(header, name)
-        row = _claim(control, peers, owner, index, name)
-        on_device = None
     else:
-        with ExitStack() as undo:
-            storage = device.open(header.slab_handle, header.slots * header.slot_bytes)
-            undo.callback(device.free, storage)
-            row = _claim(control, peers, owner, index, name)
-            undo.callback(control.reap, row, owner, owner)
-            on_device = OnDevice(device, storage, _native.DeviceReads(control, row, owner))
-            undo.pop_all()
-        memory = slab.Slab(storage, None)
+        memory = slab.Slab(device.open(header.slab_handle, header.slots * header.slot_bytes), None)
+    row = _claim(control, peers, owner, index, name)
+    try:
+        reads = None if device is None else _native.DeviceReads(control, row, owner)
+        on_device = None if device is None else OnDevice(device, memory.readonly, reads)
+    except BaseException:
+        control.reap(row, owner, owner)
+        raise
     peers.keep_only({header.owner})  # the pidfds of other readers served _claim() only
     arena = Arena(control, memory, manifest, header.slots, header.session, on_device)
     return Attached(arena, header.owner, row, owner)

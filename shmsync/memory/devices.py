@@ -167,13 +167,13 @@ class OnDevice:
         self.stream = device.stream()  # a publisher's commits; what ends a subscriber's reads
 
     def free(self) -> None:
-        """Give the memory back, when nothing is under way in it any more."""
+        """Give the memory back, with the last tensor over it, when nothing is under way in it any more."""
         try:
             done = self.device.wait(self.stream, _LAST_COPIES)
         except ShmSyncError:
             done = False
-        if done:
-            (self.device.unpin if self.pinned else self.device.free)(self.storage)
-        else:  # the device has failed, or its thread has ended with the interpreter
+        if not done:  # the device has failed, or its thread has ended with the interpreter
             _unfinished.append(self.storage)
-        self.storage = torch.UntypedStorage(0)  # the memory goes with the last tensor over it
+        elif self.pinned:
+            self.device.unpin(self.storage)
+        self.storage = torch.UntypedStorage(0)

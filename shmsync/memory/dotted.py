@@ -84,12 +84,11 @@ def spelled(weights: Any, name: str) -> tuple[str, ...] | None:
 
 _PLAIN = (torch.Tensor, nn.Parameter, TensorDict)
 _NO_BATCH = torch.Size([])
-_unsafe = hasattr(TensorDict, "_new_unsafe")
 
 
 def tensordict_of(values: dict[str, Any], kind: type[TensorDict] = TensorDict) -> TensorDict:
     """kind(values, batch_size=[]), whose constructor would take ten times as long to look at each value."""
-    if not _unsafe or not all(type(value) in _PLAIN for value in values.values()):
+    if not all(type(value) in _PLAIN for value in values.values()):
         return kind(values, batch_size=[])
     made: TensorDict = kind._new_unsafe(values, batch_size=_NO_BATCH)
     return made

@@ -117,9 +117,6 @@ class Gpu:
             close = partial(self._calls.cudaIpcCloseMemHandle, address)
             return self._storage(Block(address, size, lambda: self._give_back(close)))
 
-    def free(self, storage: torch.UntypedStorage) -> None:
-        """Give allocated or opened memory back: nothing to do, for a block goes with the last tensor over it."""
-
     def staging(self, size: int) -> torch.Tensor:
         """Bytes of the host's memory whose pages stay where they are: copies from there do not stop the thread."""
         cure = "publish weights that are on the GPU, or use a smaller dtype="

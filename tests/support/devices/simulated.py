@@ -95,11 +95,6 @@ class Simulated:
                 raise ArenaCorrupt(f"the memory of pid {pid} has {status.st_size:,} bytes, not {size:,}")
             return self._mapped(opened, size)
 
-    def free(self, storage: torch.UntypedStorage) -> None:
-        found = self._descriptors.pop(storage._cdata, None)
-        if found is not None:
-            os.close(found)
-
     def staging(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device="cpu")
 
@@ -231,9 +226,14 @@ class Simulated:
         pages = (ctypes.c_ubyte * size).from_buffer(mmap.mmap(fd, size))
         address = ctypes.addressof(pages)
         storage = torch.ops.simulated.wrap(address, size, self.torch_device.index).untyped_storage()
-        weakref.finalize(storage, id, pages).atexit = False  # mapped as long as tensors over it live
         self._descriptors[storage._cdata] = fd
+        # Mapped, and open to others, as long as tensors over it live.
+        weakref.finalize(storage, _gone, self._descriptors, storage._cdata, pages).atexit = False
         return storage
+
+
+def _gone(descriptors: dict[int, int], storage: int, pages: object) -> None:
+    os.close(descriptors.pop(storage))
 
 
 _of_index: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # the newest of each
