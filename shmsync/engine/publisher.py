@@ -14,7 +14,7 @@ from torch import nn
 from .. import _native
 from ..errors import ForkedHandle, WriterBusy
 from ..memory import segment
-from ..memory.devices import named
+from ..memory.devices import default, named
 from ..memory.leftovers import new_name
 from ..memory.segment import Handle, ReaderInfo
 from .bind.compiled import disable
@@ -30,7 +30,7 @@ from .deadlines import (
 from .digest import digests_of
 from .read.section_values import copied_state
 from .source.dtypes import Dtypes, check_dtypes
-from .source.sources import SAME, Filter, Patterns, Weights
+from .source.sources import Filter, Patterns, Weights
 from .stats import PublisherStats
 from .subscriber import live_weights
 from .write.acks import Acks, Procs, check_workers, processes_of, wait_for_readers
@@ -56,8 +56,7 @@ class Publisher:
             readers never wait. The publisher does not wait either if slots ≥ 2 + old versions held at once.
         max_readers: rows in the reader table (1 to 4,096).
         device: where the arena lies. None, or "cpu": in the host's memory, so that workers need no GPU. "cuda",
-            "cuda:1": in that GPU's memory. Weights are brought there from wherever they are. "same": where the weights
-            are; everything published later must be there too.
+            "cuda:1": in that GPU's memory. Weights are brought there from wherever they are.
         dtype: floating parameters are cast to it on publish; buffers keep theirs. Where no leaf is an nn.Parameter or
             nn.Buffer, as in a state_dict(), all floating leaves are cast. A mapping of glob patterns on dotted keys to
             dtypes casts the leaves that match, buffers too, to the dtype of the first pattern that does.
@@ -96,14 +95,12 @@ class Publisher:
         if first_version is not None:
             whole("first_version", first_version, 1, _native.MAX_VERSION)
         check_dtypes(dtype)
-        if device is not None and device != SAME:
-            named(device)
         self._writer = Writer(
             weights,
             new_name() if name is None else segment.check_name(name),
             slots=whole("slots", slots, 1, _native.MAX_SLOTS),
             max_readers=whole("max_readers", max_readers, 1, _native.MAX_READERS),
-            device=device,
+            device=default() if device is None else named(device),
             dtype=dtype,
             filter=Filter.of(include, exclude),
             timeout=timeout_or_default(timeout),

@@ -73,7 +73,7 @@ def named(device: torch.device | str) -> Device | None:
 
     Raises TypeError and ValueError for what is no device that an arena can lie on, and what CUDA's own part raises.
     """
-    wanted = "device is None or 'cpu' (the host's memory), 'same' (where the weights are), or a GPU such as 'cuda:0'"
+    wanted = "device is None or 'cpu' (the host's memory), or a GPU such as 'cuda:0'"
     if not isinstance(device, (str, torch.device)):
         raise TypeError(f"{wanted}, not {device!r}")
     known = _of_name.get(str(device))

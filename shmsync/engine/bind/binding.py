@@ -326,7 +326,7 @@ class ModuleCheck:
         meta = {key: t for key, t in tensors.items() if t.device.type == "meta" and not is_wrapper(t)}
         proxies = {key: torch.empty_like(t, device="cpu") for key, t in meta.items()}
         given = {**{key: view for key, view in arena.views(0).items() if key in beside}, **tensors, **proxies}
-        problems = mismatches(given, arena, partial=False, any_device=True, source_is="module")
+        problems = mismatches(given, arena, partial=False, source_is="module")
         if not self.copies:
             problems += [f"{each}; move it there" for each in elsewhere(tensors, arena)]
         problems = problems or tied_apart(tensors, arena, "module")

@@ -35,9 +35,7 @@ def same_layout(tensor: torch.Tensor, leaf: Leaf) -> bool:
     )
 
 
-def mismatches(
-    tensors: Mapping[Key, Any], arena: Arena, *, partial: bool, any_device: bool, source_is: str = "source"
-) -> list[str]:
+def mismatches(tensors: Mapping[Key, Any], arena: Arena, *, partial: bool, source_is: str = "source") -> list[str]:
     """Every way in which these tensors differ from the arena's manifest, one line each."""
     manifest = arena.manifest
     problems = []
@@ -58,11 +56,6 @@ def mismatches(
                 if castable and leaf.dtype.is_floating_point:
                     more = f'; make the scheme or the publisher with dtype={{"*": {leaf.dtype}}} to have it cast'
                 problems.append(f"{name} is {leaf.dtype} in the arena but {value.dtype} in the {source_is}{more}")
-            if not any_device and value.numel() and (place := str(value.device)) != arena.place:
-                problems.append(
-                    f"{name} is on {arena.place} in the arena but on {place} in the {source_is}; name the arena's "
-                    f"place, as in device={arena.place!r}, to have weights fetched"
-                )
     if not partial:
         given = {
             manifest.by_key[key].offset for key in tensors if key in manifest.by_key and manifest.by_key[key].nbytes

@@ -18,9 +18,7 @@ import torch
 from torch import nn
 
 from ...errors import ManifestMismatch
-from ...memory import devices
 from ...memory.arrays import as_tensor
-from ...memory.devices import Device
 from ...memory.manifest import Key, Manifest, tie
 from .dtypes import Dtypes, cast_leaves, kept_leaves
 from .leaf_check import check_depth, is_tensordict, problem_with, problem_with_key, shown
@@ -67,7 +65,6 @@ class Filter(NamedTuple):
 
 
 EVERYTHING = Filter(None, ())
-SAME = "same"  # device=: where the weights are
 
 
 @functools.lru_cache(maxsize=256)
@@ -229,34 +226,3 @@ def _warn_of_ties(weights: Mapping[str, Any]) -> None:
                 stacklevel=2,
             )
             return
-
-
-def place_of(tensors: Mapping[Key, Any], device: torch.device | str | None) -> tuple[Device | None, bool]:
-    """Where an arena for these tensors lies (None: in the host's memory), and whether sources may lie elsewhere.
-
-    `device`: as in Publisher; wrong ones are TypeError and ValueError.
-
-    Raises ManifestMismatch for "same" when the tensors lie in several places, or where no arena can lie.
-    """
-    if device is None:
-        return devices.default(), True
-    if device != SAME:
-        return devices.named(device), True
-    places: dict[str, list[str]] = {}
-    for key, tensor in tensors.items():
-        if tensor.numel():  # an empty one is nowhere
-            places.setdefault(str(tensor.device), []).append(".".join(key))
-    if not places or list(places) == ["cpu"]:
-        default = devices.default()
-        return default, default is not None
-    if len(places) > 1:
-        lying = "; ".join(f"{len(names)} on {place}, such as {names[0]}" for place, names in places.items())
-        raise ManifestMismatch(
-            f"these weights lie in {len(places)} places ({lying}), so device='same' names none; name one, as in "
-            f"device={next(iter(places))!r}"
-        )
-    ((place, names),) = places.items()
-    try:
-        return devices.named(place), False
-    except ValueError as error:
-        raise ManifestMismatch(f"{names[0]} lies on {place}: {error}") from error

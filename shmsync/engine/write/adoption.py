@@ -126,8 +126,8 @@ class Adoption:
         """The parameters that the source has now, all checked."""
         source, arena = self.source, self._arena
         tensors = self._plans.collect(source)
-        problems = mismatches(tensors, arena, partial=False, any_device=True, source_is="adopted module")
-        problems = problems or [f"{each}; make the Publisher with device='same'" for each in elsewhere(tensors, arena)]
+        problems = mismatches(tensors, arena, partial=False, source_is="adopted module")
+        problems = problems or [f"{each}; pass that place to Publisher(device=)" for each in elsewhere(tensors, arena)]
         if problems:
             raise _misfit(self.name, problems)
         placed = {k: t for k, t in tensors.items() if isinstance(t, nn.Parameter) or not isinstance(source, nn.Module)}

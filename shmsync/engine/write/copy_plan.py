@@ -55,10 +55,8 @@ class CopyPlan:
         nbytes: what copy_to() writes.
     """
 
-    def __init__(
-        self, source: Weights, tensors: dict[Key, Any], arena: Arena, name: str, *, partial: bool, any_device: bool
-    ) -> None:
-        apart = _refuse_misfit(tensors, arena, name, partial=partial, any_device=any_device)
+    def __init__(self, source: Weights, tensors: dict[Key, Any], arena: Arena, name: str, *, partial: bool) -> None:
+        apart = _refuse_misfit(tensors, arena, name, partial=partial)
         self._arena, self._name = arena, name
         # Of a module only this very one: its class may name its tensors by what it has elsewhere.
         self._module = weakref.ref(source) if isinstance(source, nn.Module) else None
@@ -152,11 +150,10 @@ class PlanCache:
     Args:
         arena, name: where they copy to.
         filter: which leaves of a module count.
-        any_device: sources may lie on other devices than the arena.
     """
 
-    def __init__(self, arena: Arena, name: str, filter: Filter, *, any_device: bool) -> None:
-        self._arena, self._name, self._filter, self._any_device = arena, name, filter, any_device
+    def __init__(self, arena: Arena, name: str, filter: Filter) -> None:
+        self._arena, self._name, self._filter = arena, name, filter
         self._plans: list[CopyPlan] = []
 
     def find(self, source: Weights) -> CopyPlan:
@@ -174,7 +171,7 @@ class PlanCache:
         """A new plan. Raises ManifestMismatch when the source does not fit; a module must give every leaf."""
         partial = not isinstance(source, nn.Module)
         tensors = self.collect(source)
-        plan = CopyPlan(source, tensors, self._arena, self._name, partial=partial, any_device=self._any_device)
+        plan = CopyPlan(source, tensors, self._arena, self._name, partial=partial)
         if plan.kept:
             self._plans = [plan, *self._plans[: _KEPT - 1]]
         return plan
@@ -235,11 +232,9 @@ class DirtyLeaves:
         self._of_slot[self._writing] = set()
 
 
-def _refuse_misfit(
-    tensors: Mapping[Key, Any], arena: Arena, name: str, *, partial: bool, any_device: bool
-) -> list[tuple[Leaf, Leaf]]:
+def _refuse_misfit(tensors: Mapping[Key, Any], arena: Arena, name: str, *, partial: bool) -> list[tuple[Leaf, Leaf]]:
     """Raise ManifestMismatch if they do not fit; the leaves that are one in the arena, and two of equal values here."""
-    problems = mismatches(tensors, arena, partial=partial, any_device=any_device)
+    problems = mismatches(tensors, arena, partial=partial)
     apart = [] if problems else untied(tensors, arena)
     problems += [
         f"{first.name} and {other.name} are one tensor in the arena but have different values in the source"

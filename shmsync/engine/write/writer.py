@@ -14,8 +14,6 @@ from contextlib import contextmanager, suppress
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ... import _native
 from ...errors import (
     ClosedError,
@@ -29,13 +27,14 @@ from ...errors import (
 )
 from ...memory import segment
 from ...memory.arena import Arena, create
+from ...memory.devices import Device
 from ...memory.manifest import Key
 from ...memory.process import Peers, stay_if_exiting
 from ...memory.torch_modes import plainly
 from ..deadlines import DEFAULT_TIMEOUT, Samples, deadline_after
 from ..pickling import copy_by_value
 from ..source.dtypes import Dtypes
-from ..source.sources import Filter, Weights, manifest_of, place_of
+from ..source.sources import Filter, Weights, manifest_of
 from ..stats import PublisherStats
 from .acks import AckingWorkers, Acks
 from .copy_plan import CopyPlan, PlanCache
@@ -54,7 +53,8 @@ class Writer:
     """Makes an arena for some weights, and writes its versions. Not yet ready for readers: see open().
 
     Args:
-        weights, name, slots, max_readers, device, dtype, timeout: those of Publisher, already checked.
+        weights, name, slots, max_readers, dtype, timeout: those of Publisher, already checked.
+        device: where the arena lies; None: in the host's memory.
         filter: which leaves the arena has.
 
     Attributes:
@@ -74,7 +74,7 @@ class Writer:
         *,
         slots: int,
         max_readers: int,
-        device: torch.device | str | None,
+        device: Device | None,
         dtype: Dtypes,
         filter: Filter,
         timeout: float,
@@ -83,10 +83,9 @@ class Writer:
         self.name, self.timeout = name, timeout
         with plainly():
             tensors, manifest = manifest_of(weights, filter, dtype)
-            place, any_device = place_of(tensors, device)
         del tensors
-        self.arena, self._created = create(name, manifest, slots=slots, max_readers=max_readers, device=place)
-        self.plans = PlanCache(self.arena, name, filter, any_device=any_device)
+        self.arena, self._created = create(name, manifest, slots=slots, max_readers=max_readers, device=device)
+        self.plans = PlanCache(self.arena, name, filter)
         self.slots = SlotWriter(self.arena, name)
         self.native, self.peers, self.counts = self.slots.native, self.slots.peers, self.slots.counts
         self.workers = AckingWorkers(self.slots)

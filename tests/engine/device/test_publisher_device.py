@@ -47,17 +47,6 @@ def test_without_a_name_the_arena_lies_in_the_hosts_memory(two, place):
                 assert seen(sub)["a"] == {float(version)}
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_same_is_where_the_weights_are(two, place):
-    with shmsync.Publisher({"a": made(place, two, 1), "b": torch.empty(0)}, device="same") as pub:
-        assert lies(pub) == place
-        other = next(each for each in PLACES if each != place)
-        with pytest.raises(shmsync.ManifestMismatch, match=f"a is on {place} in the arena but on {other}"):
-            pub.publish({"a": made(other, two, 2)})
-        assert pub.version == 1
-        assert pub.publish({"a": made(place, two, 2)}, wait=[]) == 2
-
-
 @pytest.mark.parametrize(
     ("source", "mixed", "dtype", "slots"),
     [("cpu", False, torch.bfloat16, 1), ("simulated:0", True, None, 2), ("simulated:0", False, torch.bfloat16, 1),
@@ -156,7 +145,7 @@ def test_a_snapshot_is_of_one_version(two, place):
 def test_a_module_is_adopted_on_a_device(two):
     device = two["simulated:0"]
     net = torch.nn.Linear(3, 2).to(device.torch_device)
-    with shmsync.Publisher(net, device="same") as pub, shmsync.Subscriber(pub.handle) as sub:
+    with shmsync.Publisher(net, device="simulated:0") as pub, shmsync.Subscriber(pub.handle) as sub:
         assert lies(pub) == "simulated:0"
         pub.adopt(net)
         with pub.update(wait=[]), torch.no_grad():
