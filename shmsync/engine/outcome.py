@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..errors import AckTimeout, ClosedError, ShmSyncError, WorkerDied
+from ..errors import AckTimeout, ShmSyncError, WorkerDied
 from ..memory.process import Peer
 
 
@@ -123,15 +123,6 @@ class Outcome:
             f"{what} {words.sent}, but {self._named(self.late)} did not {words.do} in time; {'; '.join(more)}{advice}",
             version=version,
             missing=[*self.late, *self.dead],
-        )
-
-    def closing(self, what: str, version: int | None) -> ClosedError:
-        """The error of a wait that close() of another thread has ended."""
-        return ClosedError(
-            f"{what} {self._wording.sent}, but the arena was closed by another thread before {self._named(self.late)} "
-            f"could {self._wording.do}; workers that are attached still can. Close it after the wait",
-            version=version,
-            missing=self.late,
         )
 
     def about_dead(self) -> list[str]:

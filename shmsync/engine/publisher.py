@@ -20,7 +20,6 @@ from ..memory.segment import Handle, ReaderInfo
 from .bind.compiled import disable
 from .deadlines import (
     DEFAULT_TIMEOUT,
-    check_worker,
     deadline_after,
     names_nearest,
     timeout_or_default,
@@ -185,7 +184,7 @@ class Publisher:
             ReaderStalled: readers held every slot that it could write until the deadline.
             WriterBusy: another thread is writing.
             Poisoned: only a part of the weights was given, after an update() that failed.
-            ProtocolError: this thread is inside a read section that is in the way, or Workers were not started.
+            ProtocolError: another module is adopted; or a graph is being captured on a stream of the arena's device.
             WorkerDied: published, but these workers died, or returned from their function, before they had applied it.
             AckTimeout: published, but these workers have not applied it in time.
         """
@@ -250,15 +249,13 @@ class Publisher:
 
         Raises:
             WorkerDied: one of them ended, and is not attached. AckTimeout: these are not attached in time. ClosedError:
-            the arena was closed meanwhile. ProtocolError: they are those of Workers that were not started. TypeError,
-            ValueError: wrong arguments.
+            the arena was closed meanwhile. TypeError, ValueError: wrong arguments.
         """
         writer = self._writer
         deadline = deadline_after(timeout, writer.timeout)
         wanted = check_workers(workers)
         processes = processes_of(wanted, procs)
         writer.check()
-        writer.workers.refuse_not_started(wanted)
         wait_for_readers(writer.arena.control, writer.current[0], wanted, processes, deadline, writer.check)
 
     def stats(self) -> PublisherStats:
@@ -324,8 +321,6 @@ class Update(_native.Scope):
         try:
             if writer.closed or writer.slots.device is not None or writer.native.writing:
                 writer.ready(deadline)
-            if self._acks is not None:
-                writer.workers.refuse(self._acks)
         except BaseException:  # nothing was begun: _recover() must not take back a version that is under way
             writer.lock.release(self)
             raise
@@ -375,4 +370,4 @@ def _acks(wait: Wait) -> Acks | None:
         return "all"
     if isinstance(wait, (str, bytes)) or not isinstance(wait, Iterable):
         raise ValueError(f'wait is False (or None), True (or "all"), or a list of worker indices, not {wait!r}')
-    return [check_worker(worker) for worker in wait]
+    return check_workers(wait)

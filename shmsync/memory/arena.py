@@ -194,11 +194,6 @@ class Arena:
         """Does a tensor start in the slab, under any mapping of it in this process?"""
         return lies_in(tensor, self.ranges())
 
-    def rows_held_by_this_thread(self) -> set[int]:
-        """Rows of the reader table whose open sections belong to the calling thread."""
-        readers = [a.reader() for a in _all_mapped() if a.session == self.session and a.reader is not None]
-        return {reader.row for reader in readers if reader is not None and reader.in_section}
-
     def pin(self, device: Device) -> OnDevice | None:
         """Let this device copy from and to the slab in the host's memory by itself, until release().
 

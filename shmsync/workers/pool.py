@@ -63,8 +63,7 @@ class Workers:
             exception of `work` is raised all the same.
         timeout: seconds to start, and to end, all workers. None: 300 to start, and the publisher's default to end.
 
-    Without a `with`, as in a notebook, call `start()` and `close()`. Before that, calls of `pub` that would wait for
-    these workers raise ProtocolError.
+    Without a `with`, as in a notebook, call `start()` and `close()`.
 
     Waits of the workers' Subscribers have no timeout: they end when the trainer dies or leaves the `with`.
     Worker `rank` draws other random numbers than the others: torch, random and numpy are seeded with
@@ -112,7 +111,6 @@ class Workers:
         self._poll = select.poll()  # for what the members do next
         self._next_look = 0.0  # monotonic time
         self._started = 0  # processes so far, so that a restarted worker draws new random numbers
-        self._writer.workers.not_started[self] = self._count
         # At the exit of the trainer, before the publisher's end. A stopped worker would keep it in multiprocessing's.
         util.Finalize(self, end, (self._members,), exitpriority=30)
 
@@ -190,7 +188,6 @@ class Workers:
                 "give them a larger n"
             )
         try:
-            self._writer.workers.not_started.clear()  # those of another Workers object too, whose place these take
             self._writer.workers.watch = WorkerWatch(self._look, self._explains, self._before_write, self._peer_of)
             self._start(range(self._count))
         except BaseException:
@@ -203,7 +200,6 @@ class Workers:
 
         Raises as leaving does, unless another exception is on its way, as in a `finally`.
         """
-        self._writer.workers.not_started.pop(self, None)
         self.__exit__(*sys.exc_info())
 
     __enter__ = start

@@ -183,24 +183,6 @@ def test_a_stopped_worker_is_ended_too(pub):
     assert not alive(pid) and pub.readers() == []
 
 
-def test_workers_that_are_not_started_are_not_waited_for(pub):
-    """Refused before anything is written; other waits go on."""
-    workers = shmsync.Workers(pub, jobs.apply, 2)
-    calls = [lambda wait=wait: pub.publish(stamped(2), wait=wait) for wait in (True, "all", [0], [5, 1])]
-    calls += [lambda: pub.update(wait=True).__enter__(), lambda: pub.wait_readers([1])]
-    for call in calls:
-        with pytest.raises(shmsync.ProtocolError, match=r"2 Workers .* made but not started.*workers\.start\(\)"):
-            call()
-        assert pub.version == 1
-    with shmsync.Subscriber(pub.handle, worker=2):
-        with pytest.raises(shmsync.AckTimeout):
-            pub.publish(stamped(2), wait=[2], timeout=0.1)
-        pub.wait_readers([2])
-    pub.publish(stamped(3), wait=[])
-    workers.close()  # they will not be started
-    pub.publish(stamped(4), wait=True)
-
-
 def test_workers_without_a_with(pub):
     workers = shmsync.Workers(pub, jobs.apply, 2)
     with pytest.raises(ValueError, match="none was started"):

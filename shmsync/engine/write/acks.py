@@ -6,18 +6,14 @@ Acks and attachment wait here; each says when a row is done, and how to sleep be
 
 from __future__ import annotations
 
-import select
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
 from numbers import Integral
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ... import _native
-from ...errors import ProtocolError, WorkerDied
-from ...memory import arena as arenas
+from ...errors import ClosedError, WorkerDied
 from ...memory.process import Peer, Peers, ProcessState, owner_word, pid_of, stay_if_exiting
 from ...memory.segment import RowId
 from ..deadlines import check_worker, slice_until
@@ -188,36 +184,11 @@ class AckingWorkers:
 
     Attributes:
         watch: how calls that write learn of failures of Workers, which set it.
-        not_started: Workers that wait to be started, and how many they are.
     """
 
     def __init__(self, slots: SlotWriter) -> None:
         self._slots, self._control = slots, slots.arena.control
         self.watch: WorkerWatch | None = None
-        self.not_started: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-
-    def refuse_not_started(self, workers: list[int] | None) -> None:
-        """Raise if a call would wait for these workers (None: all), and Workers that have them were not started."""
-        for count in self.not_started.values():
-            if workers is None or any(worker < count for worker in workers):
-                raise ProtocolError(
-                    f"the {count} Workers of arena {self._slots.name!r} were made but not started, so they cannot "
-                    "apply a version. Write `with shmsync.Workers(...) as workers:`, or call workers.start() first",
-                    version=int(self._slots.native.next_version),
-                )
-
-    def refuse(self, acks: Acks) -> None:
-        """Raise if this call would wait for an ack that only its own thread could give, or for Workers not started."""
-        if self.not_started:
-            self.refuse_not_started(None if acks == "all" else acks)
-        if arenas.mapped_so_far == 1:  # by this Publisher: no Subscriber was ever made here
-            return
-        rows = [self._control.row(index) for index in self._slots.arena.rows_held_by_this_thread()]
-        if any(acks == "all" or row.worker in acks for row in rows):
-            raise ProtocolError(
-                "this thread is inside a read section, and wait= would wait for it to leave; leave the section first",
-                version=int(self._slots.native.next_version),
-            )
 
     def wait(self, version: int, acks: Acks, deadline: float) -> None:
         """Wait until the workers have acked `version`. Those that a list names may attach meanwhile.
@@ -272,7 +243,12 @@ class AckingWorkers:
         def check() -> None:
             self._look(version)
             if slots.closing:
-                raise rows.outcome(_ACKS).closing(what, version)
+                raise ClosedError(
+                    f"{what} is published, but arena {slots.name!r} was closed by another thread in the wait for its "
+                    "acks; workers that are attached still apply it. Close it after the wait",
+                    version=version,
+                    missing=rows.outcome(_ACKS).late,
+                )
 
         rows.until(deadline, check, nap, napped=bool(asked))
         for row in rows.dead:
@@ -377,19 +353,12 @@ def wait_for_readers(
     Raises WorkerDied as soon as the process of one that is not attached has ended, AckTimeout at the deadline,
     ClosedError.
     """
-    with ExitStack() as stack:
-        peers = stack.enter_context(closing(Peers()))
-        for peer in procs.values():
-            stack.callback(peer.close)
+    peers = Peers()
+    try:
         rows = RowWait(control, peers, (), workers, done=None, peer_of=procs.get)
-        poller = select.poll()
-
-        def nap() -> None:
-            for worker in rows.absent:
-                fd = procs[worker].fd if worker in procs else None
-                if fd is not None:
-                    poller.register(fd, select.POLLIN)
-            poller.poll(2)  # ms, or until one of them dies
-
-        rows.until(deadline, check, nap)
+        rows.until(deadline, check, lambda: time.sleep(4 * _NAP))
         rows.outcome(_ATTACHED).check(f"version {version}", version)
+    finally:
+        peers.close()
+        for peer in procs.values():
+            peer.close()

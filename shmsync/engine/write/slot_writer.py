@@ -141,7 +141,6 @@ class SlotWriter:
         """
         most = _FIRST_SLICE  # a reader that died before this wait holds it up no longer
         while True:
-            self._refuse_own_pins()
             free = self.native.wait_begin(slice_until(deadline, most))
             most = min(2 * most, SLICE)
             self._check_wait()  # also in a slot that came free because the process exits
@@ -183,14 +182,6 @@ class SlotWriter:
                 self.counts.reaped += 1
                 _log.info("arena %r: reader %s died in a section; its row was taken back", self.name, name)
         return bool(dead)
-
-    def _refuse_own_pins(self) -> None:
-        held = self.arena.rows_held_by_this_thread()
-        if held and any(index in held for index, _, _ in self.native.blockers()):
-            raise ProtocolError(
-                "this thread is inside a read section of the slot that the publish needs; leave the section first",
-                version=int(self.native.version),
-            )
 
     def _stalled(self) -> ReaderStalled:
         names: list[int | str] = []

@@ -232,8 +232,6 @@ class Writer:
         version: int | None = None,
     ) -> int:
         """Carry out a checked plan; the new version."""
-        if acks is not None:
-            self.workers.refuse(acks)
         slots, native = self.slots, self.native
         if plan is not None and (after is not None or not plan.conversions.none):
             if self._copied_later(plan) and slots.device is not None:

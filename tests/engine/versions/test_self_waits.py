@@ -7,26 +7,7 @@ import pytest
 import shmsync
 from support.calls import Call
 from support.jobs.engine import read
-from support.weights import stamp, stamped, stamps
-
-
-@pytest.mark.parametrize("slots", [1, 2])
-def test_publish_that_its_own_pin_blocks_is_refused_at_once(slots):
-    with (
-        shmsync.Publisher(stamped(1), slots=slots, timeout=for_ever) as pub,
-        shmsync.Subscriber(pub.handle) as sub,
-    ):
-        with sub.read() as section:
-            for v in range(2, slots + 1):
-                pub.publish(stamped(v))
-            with pytest.raises(shmsync.ProtocolError):
-                pub.publish(stamped(slots + 1))
-            with pytest.raises(shmsync.ProtocolError), pub.update():
-                pass
-            assert (section.version, *stamps(section.weights)) == (1, 1, 1)
-        assert pub.version == slots
-        assert pub.publish(stamped(slots + 1)) == slots + 1
-        assert read(sub) == (slots + 1,) * 3
+from support.weights import stamp, stamped
 
 
 def test_waiting_for_a_version_inside_a_section_of_an_in_place_arena_is_refused():
