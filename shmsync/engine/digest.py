@@ -12,12 +12,12 @@ from torch import nn
 from ..errors import ManifestMismatch
 from ..memory.arena import Arena
 from ..memory.devices import laid_out
-from ..memory.manifest import Key, Leaf
+from ..memory.manifest import Leaf, Manifest
 from ..memory.torch_modes import run_plainly
 from .source.leaf_check import problem_with
 from .source.manifest_check import second_names
 from .source.sources import EVERYTHING, collect
-from .source.wrappers import of_wrappers, respelled, unwrapped
+from .source.wrappers import unwrapped
 
 
 @run_plainly
@@ -38,15 +38,14 @@ def digests_of(arena: Arena, slot: int) -> dict[str, str]:
 def digests_held(arena: Arena, slot: int, modules: Iterable[nn.Module]) -> dict[str, str]:
     """As digests_of(), but of the tensors that these modules hold now in the place of the leaves.
 
-    What only wrappers hold, such as the n_averaged of an AveragedModel, is that of the slot, and so are buffers that no
-    state_dict() has: a bound module keeps its own. Raises TypeError for what is no module, ManifestMismatch for leaves
-    that no module has, ValueError for one that two modules have differently.
+    Buffers that no state_dict() has are those of the slot: a bound module keeps its own. Raises TypeError for what is
+    no module, ManifestMismatch for leaves that no module has, ValueError for one that two modules have differently.
     """
     by_key = arena.manifest.by_key
     found: dict[str, str] = {}
     problems = []
     for module in modules:
-        for leaf, tensor in _held(module, by_key):
+        for leaf, tensor in _held(module, arena.manifest):
             if not leaf.saved:
                 continue
             problem = problem_with(tensor)
@@ -59,7 +58,7 @@ def digests_held(arena: Arena, slot: int, modules: Iterable[nn.Module]) -> dict[
             if found.setdefault(leaf.name, digest) != digest:
                 raise ValueError(f"these modules have different values of {leaf.name}; call digest() for each of them")
     views = arena.views(slot)
-    absent = of_wrappers(by_key) | {key for key, leaf in by_key.items() if not leaf.saved}
+    absent = {key for key, leaf in by_key.items() if not leaf.saved}
     found = {by_key[key].name: _digest(views[key], by_key[key]) for key in absent} | found
     named = {problem.partition(" ")[0] for problem in problems}
     problems += [f"{leaf.name} is missing" for leaf in by_key.values() if leaf.name not in found.keys() | named]
@@ -68,13 +67,11 @@ def digests_held(arena: Arena, slot: int, modules: Iterable[nn.Module]) -> dict[
     return {name: found[name] for name in arena.manifest.by_name}
 
 
-def _held(module: nn.Module, by_key: dict[Key, Leaf]) -> list[tuple[Leaf, torch.Tensor]]:
+def _held(module: nn.Module, manifest: Manifest) -> list[tuple[Leaf, torch.Tensor]]:
     """The tensors of a module that stand for leaves: under their own names, or tied to one that does."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"digest() takes torch.nn.Module objects, not a {type(module).__name__}")
-    tensors = collect(unwrapped(module), EVERYTHING)
-    spelled = respelled(tensors, by_key)
-    tensors = {spelled.get(key, key): tensor for key, tensor in tensors.items()}
+    tensors, by_key = collect(unwrapped(module), EVERYTHING, manifest), manifest.by_key
     second = second_names(tensors, by_key)
     named = ((by_key.get(second.get(key, key)), tensor) for key, tensor in tensors.items())
     return [(leaf, tensor) for leaf, tensor in named if leaf is not None]

@@ -14,7 +14,7 @@ from ..engine.source.dtypes import Dtypes, cast_leaves, check_dtypes, kept_leave
 from ..engine.source.leaf_check import problem_with
 from ..engine.source.manifest_check import same_bytes
 from ..engine.source.sources import EVERYTHING, check_keys, collect, not_saved
-from ..engine.source.wrappers import of_wrappers, respelled, walk
+from ..engine.source.wrappers import respelled, walk
 from ..errors import ManifestMismatch
 from ..memory.arena import lies_in, nested, readonly_ranges
 from ..memory.devices import assign
@@ -137,10 +137,7 @@ class WeightStrategy:
             modules = {(*place.path, STATE_KEY): place.module for place in walk(destination)}
             known = {*targets, *modules}
             given |= {(*path, STATE_KEY): state for path, state in states.items()}
-            counts = of_wrappers(given) - known
-            given = {key: leaf for key, leaf in given.items() if key not in counts}
-            spelled = respelled(given, known)
-            given = {spelled.get(key, key): leaf for key, leaf in given.items()}
+            given = respelled(given, known)
         problems = self._differences(targets, {key: leaf for key, leaf in given.items() if key not in modules}, unsaved)
         if self.partial and targets and not given:
             problems.append("missing: they give no leaf at all")

@@ -35,10 +35,9 @@ from ..source.manifest_check import (
     overlapping,
     second_names,
     tied_apart,
-    without,
 )
 from ..source.sources import EVERYTHING, collect, not_saved
-from ..source.wrappers import modules_in, of_wrappers, respelled, unwrapped
+from ..source.wrappers import modules_in, respelled, unwrapped, without
 
 # Kept alive by their Subscriber alone: they hold views, and so the slab.
 _made: weakref.WeakSet[Binding] = weakref.WeakSet()
@@ -306,9 +305,8 @@ class ModuleCheck:
                     f"{'.'.join(key)} is on the meta device, and arena {self.name!r} cannot fill it: a state_dict() "
                     "has no buffers with persistent=False. Publish the module itself, or give the buffer values first"
                 )
-        saved, tensors = without(leaves, unsaved), without(found, unsaved)
-        spelled = respelled(tensors, saved)
-        tensors = {spelled.get(key, key): tensor for key, tensor in tensors.items()}
+        saved = without(leaves, unsaved)
+        tensors = respelled(without(found, unsaved), saved)
         second = second_names(tensors, saved)
         own = without(tensors, second)
         if self.arena.manifest.filtered and not self.whole:
@@ -322,7 +320,7 @@ class ModuleCheck:
         """Raise ManifestMismatch when these cannot show what the arena has under their keys, or leave one out."""
         arena, by_key, prefix = self.arena, self.arena.manifest.by_key, self.prefix
         outside = {key for key in by_key if key[: len(prefix)] != prefix}
-        beside = {*self.absent, *of_wrappers(by_key), *unsaved} | outside  # leaves that are no tensors of the module
+        beside = {*self.absent, *unsaved} | outside  # leaves that are no tensors of the module
         meta = {key: t for key, t in tensors.items() if t.device.type == "meta" and not is_wrapper(t)}
         proxies = {key: torch.empty_like(t, device="cpu") for key, t in meta.items()}
         given = {**{key: view for key, view in arena.views(0).items() if key in beside}, **tensors, **proxies}

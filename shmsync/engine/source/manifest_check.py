@@ -18,7 +18,6 @@ from ...memory.arena import Arena
 from ...memory.devices import has_address
 from ...memory.manifest import Key, Leaf, same_order, tie
 from .leaf_check import extent, problem_with
-from .wrappers import of_wrappers
 
 
 def direct(tensor: torch.Tensor, leaf: Leaf) -> bool:
@@ -60,13 +59,10 @@ def mismatches(tensors: Mapping[Key, Any], arena: Arena, *, partial: bool, sourc
         given = {
             manifest.by_key[key].offset for key in tensors if key in manifest.by_key and manifest.by_key[key].nbytes
         }
-        of_wrapper = of_wrappers(manifest.by_key)
         absent = [
             leaf.name  # a second name of one that is there is not needed
             for key, leaf in manifest.by_key.items()
-            if key not in tensors
-            and key not in of_wrapper
-            and not (leaf.nbytes and leaf.offset in given and source_is == "source")
+            if key not in tensors and not (leaf.nbytes and leaf.offset in given and source_is == "source")
         ]
         problems += [f"{name} is missing from the {source_is}" for name in absent]
     return problems
@@ -148,11 +144,6 @@ def second_names(tensors: Mapping[Key, Any], known: Container[Key]) -> dict[Key,
         if key in known:
             first.setdefault(identity(tensor), key)
     return {key: found for key in unknown if (found := first.get(identity(tensors[key]))) is not None}
-
-
-def without(tensors: Mapping[Key, Any], names: Container[Key]) -> dict[Key, Any]:
-    """These tensors but for those of these names."""
-    return {key: tensor for key, tensor in tensors.items() if key not in names}
 
 
 def identity(tensor: Any) -> Any:

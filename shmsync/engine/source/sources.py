@@ -22,7 +22,7 @@ from ...memory.arrays import as_tensor
 from ...memory.manifest import Key, Manifest, tie
 from .dtypes import Dtypes, cast_leaves, kept_leaves
 from .leaf_check import check_depth, is_tensordict, problem_with, problem_with_key, shown
-from .wrappers import bare, walk
+from .wrappers import of_wrappers, respelled, walk, without
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -91,7 +91,7 @@ def collect(
     are targets.
 
     Args:
-        manifest: of an arena, whose spelling of a key counts: see key_of().
+        manifest: of an arena, whose spelling of a key counts: with other dots, or with other wrappers.
 
     Raises TypeError for other sources, and ManifestMismatch for a tree that is too deep, for two keys that are one
     leaf, and for FSDP's FullyShardedDataParallel.
@@ -102,15 +102,22 @@ def collect(
             "weights must be a torch.nn.Module, a TensorDict, or a nested mapping of dotted keys to modules, tensors, "
             f"numpy arrays and numbers, not {type(source).__name__}"
         )
+    names = {} if manifest is None else manifest.by_name
     found: dict[Key, Any] = {}
     for path, value in _leaves(source, ()):
-        key = path if is_module else key_of(path, manifest, flat=not is_tree)
-        if filter.filters and not filter.admits(".".join(key)):
-            continue
+        name = ".".join(path)
+        key = names[name].key if name in names else path if is_module or is_tree else tuple(name.split("."))
         if key in found:
-            raise ManifestMismatch(f"the weights give {'.'.join(key)!r} twice, under two spellings; leave one out")
-        found[key] = value if to_write else as_tensor(value)
-    return found
+            raise ManifestMismatch(f"the weights give {name!r} twice, under two spellings; leave one out")
+        found[key] = value
+    known = {} if manifest is None else manifest.by_key
+    if not is_module:
+        found = without(found, of_wrappers(found) - known.keys())
+    return {
+        key: value if to_write else as_tensor(value)
+        for key, value in respelled(found, known).items()
+        if not filter.filters or filter.admits(".".join(key))
+    }
 
 
 def _leaves(source: Any, path: Key) -> Iterator[tuple[Key, Any]]:
@@ -161,22 +168,6 @@ def _of_module(module: nn.Module) -> Iterator[tuple[Key, torch.Tensor]]:
 def not_saved(module: nn.Module) -> set[Key]:
     """Non-persistent buffers. An arena made from a state_dict() lacks them, so they stay the module's own."""
     return {(*place.path, name) for place in walk(module) for name in place.module._non_persistent_buffers_set}
-
-
-def key_of(path: Key, manifest: Manifest | None, *, flat: bool) -> Key:
-    """The key path that a path in a source stands for. `flat`: its keys may be dotted.
-
-    With a manifest this is the arena's own spelling: with other dots, or without the names of wrappers.
-    """
-    name = ".".join(path)
-    if manifest is not None:
-        if path in manifest.by_key:
-            return path
-        if (leaf := manifest.by_name.get(name)) is not None:
-            return leaf.key
-        if (plain := bare(tuple(name.split(".")))) in manifest.by_key:
-            return plain
-    return tuple(name.split(".")) if flat else path
 
 
 def check_keys(tensors: Mapping[Key, Any]) -> None:

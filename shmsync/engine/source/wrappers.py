@@ -7,8 +7,8 @@ by its type, since `module` may be a user's own name. The keys of a state_dict()
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from collections.abc import Collection, Container, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -85,15 +85,15 @@ def bare(key: Key) -> Key:
     return (*(part for part in key[:-1] if part not in _NAMES), *key[-1:])
 
 
-def respelled(keys: Collection[Key], known: Collection[Key]) -> dict[Key, Key]:
-    """The known key of each key that is not known, where both are the same without the names of wrappers.
+def respelled(tensors: Mapping[Key, Any], known: Collection[Key]) -> dict[Key, Any]:
+    """These tensors, each under the known key that is the same as its own without the names of wrappers.
 
     `module` may be a user's own name. So a key that both sides have stands for itself, and of the others those count
     which only one key of each side is the same as.
     """
-    ours, theirs = set(keys), set(known)
-    wanted, free = _by_bare(ours - theirs), _by_bare(theirs - ours)
-    return {wanted[each]: free[each] for each in wanted.keys() & free.keys()}
+    ours, theirs = _by_bare(tensors.keys() - set(known)), _by_bare(set(known) - tensors.keys())
+    names = {ours[each]: theirs[each] for each in ours.keys() & theirs.keys()}
+    return {names.get(key, key): tensor for key, tensor in tensors.items()}
 
 
 def _by_bare(keys: Collection[Key]) -> dict[Key, Key]:
@@ -105,5 +105,12 @@ def _by_bare(keys: Collection[Key]) -> dict[Key, Key]:
 
 def of_wrappers(keys: Collection[Key]) -> set[Key]:
     """The keys of the counts that an AveragedModel has itself, which are no weights: beside them is its `module`."""
-    counts = [key for key in keys if key[-1] == "n_averaged"]
-    return {count for count in counts if any(key[: len(count)] == (*count[:-1], "module") for key in keys)}
+    names = {".".join(key): key for key in keys}
+    counts = [name for name in names if name.rpartition(".")[2] == "n_averaged"]
+    beside = {name: name.removesuffix("n_averaged") + "module." for name in counts}
+    return {names[name] for name in counts if any(other.startswith(beside[name]) for other in names)}
+
+
+def without(tensors: Mapping[Key, Any], names: Container[Key]) -> dict[Key, Any]:
+    """These tensors but for those of these names."""
+    return {key: tensor for key, tensor in tensors.items() if key not in names}

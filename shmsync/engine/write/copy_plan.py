@@ -35,10 +35,9 @@ from ..source.manifest_check import (
     same_layout,
     second_names,
     untied,
-    without,
 )
-from ..source.sources import EVERYTHING, Filter, Weights, collect, not_saved
-from ..source.wrappers import of_wrappers, respelled
+from ..source.sources import Filter, Weights, collect, not_saved
+from ..source.wrappers import without
 
 _native.set_exchange_table(torch.Tensor)
 _KEPT = 4  # plans: a trainer may alternate between all weights and a part, or between two forms of them
@@ -181,12 +180,6 @@ class PlanCache:
         tensors, known = collect(source, self._filter, self._arena.manifest), self._arena.manifest.by_key
         if isinstance(source, nn.Module):  # buffers that are never saved: an arena made from a state_dict() lacks them
             tensors = without(tensors, not_saved(source).difference(known))
-        own = {key for key in tensors if key[-1] == "n_averaged" and key not in known}
-        if own:  # as the source spells its keys
-            own &= of_wrappers(collect(source, EVERYTHING))
-            tensors = without(tensors, own)
-        if spelled := respelled(tensors, known):
-            tensors = {spelled.get(key, key): each for key, each in tensors.items()}
         return without(tensors, second_names(tensors, known))
 
     def forget(self) -> None:
