@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from .. import _native
-from ..engine.source.dtypes import Dtypes, cast_leaves, check_dtypes, kept_leaves, matching_patterns
+from ..engine.source.dtypes import Dtypes, cast_leaves, check_dtypes, matching_patterns
 from ..engine.source.leaf_check import problem_with
 from ..engine.source.manifest_check import same_bytes
 from ..engine.source.sources import EVERYTHING, check_keys, collect, not_saved
@@ -83,7 +83,7 @@ class WeightStrategy:
         """These leaves, cast as Publisher(dtype=) casts them; leaves that are one tensor stay one."""
         made: dict[Any, torch.Tensor] = {}
         found = dict(leaves)
-        for key, wanted in cast_leaves(leaves, self.usable_dtype(leaves), kept_leaves(source, leaves)).items():
+        for key, wanted in cast_leaves(source, leaves, self.usable_dtype(leaves)).items():
             leaf = leaves[key]
             identity = tie(leaf) or id(leaf)
             if identity not in made:

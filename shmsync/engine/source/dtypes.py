@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
@@ -33,39 +33,33 @@ def check_dtypes(dtype: Any) -> None:
             raise ValueError(f"dtype= casts floating leaves and must be floating itself, not {each}")
 
 
-def kept_leaves(source: Any, tensors: Mapping[Key, Any]) -> set[Key]:
-    """The leaves of a source that one dtype for all leaves alone: those that are no parameters.
+def cast_leaves(source: Any, tensors: Mapping[Key, Any], dtype: Dtypes) -> dict[Key, torch.dtype]:
+    """The leaves of a source that are cast, with their dtypes: floating ones. The first pattern that matches counts.
 
-    Where nothing says which are parameters, as in a state_dict(), that is none but the instances of nn.Buffer. A buffer
-    that is one tensor with a parameter is cast with it.
-    """
-    others = {key for key, each in tensors.items() if not isinstance(each, nn.Parameter)}
-    if len(others) == len(tensors) and not isinstance(source, nn.Module):
-        others = {key for key in others if isinstance(tensors[key], nn.Buffer)}
-    if not others:
-        return others
-    cast = {tie(each) for key, each in tensors.items() if key not in others and isinstance(each, torch.Tensor)} - {None}
-    return {
-        key for key in others if not (cast and isinstance(tensors[key], torch.Tensor) and tie(tensors[key]) in cast)
-    }
-
-
-def cast_leaves(
-    tensors: Mapping[Key, torch.Tensor], dtype: Dtypes, kept: Container[Key] = ()
-) -> dict[Key, torch.dtype]:
-    """The leaves that are cast, with their dtypes: floating ones. Of several patterns the first that matches counts.
-
-    `kept`: those that one dtype for all leaves alone.
+    One dtype for all leaves the leaves alone that are no parameters. Where nothing says which are parameters, as in a
+    state_dict(), that is none but the instances of nn.Buffer.
 
     Raises ManifestMismatch for a pattern that casts nothing, and for one tensor that would get two dtypes.
     """
-    floating = [key for key, tensor in tensors.items() if tensor.dtype.is_floating_point]
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return {} if dtype is None else {key: dtype for key in floating if key not in kept}
-    patterns = matching_patterns(tensors, dtype)
-    used = set(patterns.values())
-    cast = {key: dtype[pattern] for key, pattern in patterns.items()}
-    problems = [_idle(pattern, tensors, floating) for pattern in dtype if pattern not in used]
+    if dtype is None:
+        return {}
+    floating = [key for key, each in tensors.items() if each.dtype.is_floating_point]
+    problems = []
+    if isinstance(dtype, torch.dtype):
+        chosen = [key for key in floating if isinstance(tensors[key], nn.Parameter)]
+        if not chosen and not isinstance(source, nn.Module):
+            chosen = [key for key in floating if not isinstance(tensors[key], nn.Buffer)]
+        cast = dict.fromkeys(chosen, dtype)
+    else:
+        patterns = matching_patterns(tensors, dtype)
+        used = set(patterns.values())
+        cast = {key: dtype[pattern] for key, pattern in patterns.items()}
+        problems = [
+            f"the pattern {pattern!r} of dtype= casts nothing: it matches no floating leaf, or those before it match "
+            "its leaves too; put it first"
+            for pattern in dtype
+            if pattern not in used
+        ]
     first: dict[object, Key] = {}
     for key in floating:
         identity = tie(tensors[key])
@@ -86,12 +80,3 @@ def matching_patterns(tensors: Mapping[Key, Any], patterns: Iterable[str]) -> di
     floating = [key for key, each in tensors.items() if isinstance(each, torch.Tensor) and each.dtype.is_floating_point]
     found = {key: next((each for each in patterns if fnmatchcase(".".join(key), each)), None) for key in floating}
     return {key: pattern for key, pattern in found.items() if pattern is not None}
-
-
-def _idle(pattern: str, tensors: Mapping[Key, torch.Tensor], floating: list[Key]) -> str:
-    names = [".".join(key) for key in tensors if fnmatchcase(".".join(key), pattern)]
-    if not names:
-        return f"the pattern {pattern!r} of dtype= matches no leaf"
-    if not any(".".join(key) in names for key in floating):
-        return f"the pattern {pattern!r} of dtype= matches only leaves that are not floating, such as {names[0]}"
-    return f"the pattern {pattern!r} of dtype= comes too late: patterns before it match {names[0]} too; put it first"

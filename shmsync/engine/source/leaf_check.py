@@ -55,10 +55,6 @@ def problem_with_key(key: Key) -> str | None:
         return f"has {len(key):,} levels, and {DEEPEST} are the most; flatten the weights, or see what contains itself"
     if "" in key:
         return "has an empty part; give it a name"
-    try:
-        ".".join(key).encode()
-    except UnicodeEncodeError:
-        return "has a lone surrogate, which is no character and which UTF-8 cannot write; give it another name"
     return None
 
 
@@ -93,8 +89,6 @@ def _kind_problem(value: torch.Tensor) -> str | None:
             "is a DTensor, of which this process holds a part; pass its full_tensor(), which all ranks must call, or "
             "its to_local()"
         )
-    if is_a(value, "torch._subclasses.fake_tensor", "FakeTensor") or is_a(value, "torch.masked", "MaskedTensor"):
-        return _no_memory(value)
     if value.is_nested:
         return "is a nested tensor; pass its values() and offsets(), or a padded tensor"
     if value.layout is not torch.strided:
@@ -103,11 +97,6 @@ def _kind_problem(value: torch.Tensor) -> str | None:
         return "is quantised, but only plain dtypes can be shared; publish its integer representation"
     if value.device.type == "meta":
         return "is on the meta device and has no values; materialise the module first"
-    keys = str(torch._C._dispatch_keys(value))  # is_functorch_wrapped_tensor() ends the process for some of them
-    if "FuncTorch" in keys or "Functionalize" in keys:
-        return "belongs to a torch.func transform (grad, vmap, jvp, functionalize); publish outside of the transform"
-    if value._is_zerotensor():
-        return "is a zero tensor without memory, as forward-mode derivatives have them; pass its clone()"
     return _no_memory(value) if is_wrapper(value) else None
 
 
@@ -117,7 +106,7 @@ def _memory_problem(value: torch.Tensor) -> str | None:
     try:
         storage = value.untyped_storage()
         address, held = storage.data_ptr(), storage.nbytes()
-    except RuntimeError:  # how torch says that there is none
+    except RuntimeError:  # how torch says that there is none, as in torch.func's transforms
         return _no_memory(value)
     needed = (value.storage_offset() + extent(value)) * value.element_size()
     if held < needed:

@@ -20,7 +20,7 @@ from torch import nn
 from ...errors import ManifestMismatch
 from ...memory.arrays import as_tensor
 from ...memory.manifest import Key, Manifest, tie
-from .dtypes import Dtypes, cast_leaves, kept_leaves
+from .dtypes import Dtypes, cast_leaves
 from .leaf_check import check_depth, is_tensordict, problem_with, problem_with_key, shown
 from .wrappers import of_wrappers, respelled, walk, without
 
@@ -198,7 +198,7 @@ def manifest_of(weights: Weights, filter: Filter, dtype: Dtypes) -> tuple[dict[K
         problems = ["there is no tensor to publish (after include= and exclude=)"]
     if problems:
         raise ManifestMismatch("these weights cannot be published: " + "; ".join(problems))
-    dtypes = cast_leaves(tensors, dtype, kept_leaves(weights, everything) if isinstance(dtype, torch.dtype) else ())
+    dtypes = cast_leaves(weights, tensors, dtype)
     unsaved = not_saved(weights) if isinstance(weights, nn.Module) else ()
     if type(weights) is dict:  # a state_dict() is an OrderedDict, and its ties are meant
         _warn_of_ties(weights)
