@@ -142,11 +142,6 @@ class SharedMemReceiver(PipeReceiver):
         self._attachment.bind(self._resolve_model_ref())
 
     @override
-    def _use_news(self) -> None:
-        if self._attachment is not None:
-            reader_of(self._attachment.subscriber).use_applied_version()
-
-    @override
     def close(self) -> None:
         """Leave the arena; a bound model raises ClosedError when it is called from now on."""
         if self._attachment is not None:

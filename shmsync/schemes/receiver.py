@@ -202,8 +202,6 @@ class PipeReceiver(WeightReceiver):
             if refused:
                 self._resolve_model_ref()  # a receiver without a model raises here too
         news, self._has_news = self._has_news, False
-        if news:
-            self._use_news()
         return news
 
     def _serves(self, message: Message) -> bool:
@@ -244,9 +242,6 @@ class PipeReceiver(WeightReceiver):
             raise ValueError(f"the receiver of {self._model_id!r} has no pipe; call init_on_worker() first")
         message = given_message(weights, self._model_id)
         (self._receiver_of(message) or self)._apply(message)
-
-    def _use_news(self) -> None:
-        """receive() returns True: `version` is what was applied, in whatever thread."""
 
     @abstractmethod
     def _use(self, message: Message) -> None:
