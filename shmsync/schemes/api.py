@@ -97,8 +97,8 @@ class WeightSyncScheme(ABC):
         Args:
             model_id: a path such as "policy", "env.value_net", "env.transform[0]".
             context: over pipes it gives `.pipes` (one end of a Pipe for each worker), `.num_workers`,
-                `.get_model(model_id)`, `.get_cached_weights(model_id)` and `.procs` (the workers' processes, perhaps
-                filled later). Held weakly. For what other schemes take and raise see their classes.
+                `.get_model(model_id)`, `.get_cached_weights(model_id)` and `.procs` (the workers' processes, started
+                or not). Held weakly. For what other schemes take and raise see their classes.
             **kwargs: the same names, instead of a context or beside it; `model` and `cached_weights`, which win over
                 what the context has. A keyword of the API that this scheme does not use is ignored.
 

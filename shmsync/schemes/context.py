@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -78,17 +77,6 @@ class Arguments:
                     raise ValueError(f"{name} is {count} but there are {len(listed)} {what}; give one for each worker")
                 return count
         return None
-
-    def process_of(self, index: int) -> Callable[[], Any]:
-        """Gives this worker's process as soon as procs= or the context has it; else None."""
-        given = self._kwargs.get("procs")
-        context = None if self.context is None else weakref.ref(self.context)
-
-        def find() -> Any:
-            procs = given if given is not None or context is None else getattr(context(), "procs", None)
-            return procs[index] if procs is not None and index < len(procs) else None
-
-        return find
 
     def model(self) -> Any:
         """The model itself: `model=`, or what the context gives for the id; None if neither does."""

@@ -59,11 +59,7 @@ class Link(Pipe):
     @classmethod
     @override
     def of(cls, connection: Any, process: Any = None) -> Link:
-        """The link over this end of a pipe.
-
-        `process`: the worker's Process, or a function that gives it (or None) once it is there. It may be a new one at
-        an old pipe.
-        """
+        """The link over this end of a pipe. `process`: the worker's, which may be a new one at an old pipe."""
         link = super().of(connection)
         link.reported = False
         if process is not None:
@@ -80,11 +76,9 @@ class Link(Pipe):
         self.find_peer()
 
     def find_peer(self) -> None:
-        """Know the process at the other end, if it is there now."""
-        if self.peer is None and self._process is not None:
-            process = self._process() if callable(self._process) else self._process
-            if process is not None and process.pid is not None:
-                self.peer = Peer(process=process)
+        """Know the process at the other end, if it was given and runs now."""
+        if self.peer is None and self._process is not None and self._process.pid is not None:
+            self.peer = Peer(process=self._process)
 
     def __str__(self) -> str:
         if self.peer is not None:

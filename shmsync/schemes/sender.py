@@ -166,8 +166,9 @@ class WeightSender:
         """Register the workers that init_on_sender() was given."""
         pipes: Sequence[Any] | None = arguments.get("pipes")
         arguments.check_count(pipes, "pipes", "num_workers")
+        procs = arguments.get("procs") or ()
         for index, pipe in enumerate(pipes or ()):
-            self.register_worker(index, pipe, arguments.process_of(index))
+            self.register_worker(index, pipe, procs[index] if index < len(procs) else None)
 
     # ---- a send
 
