@@ -85,18 +85,17 @@ class Attachment:
         self.subscriber.close()
 
 
-def attached(inbox: Inbox, message: Message, scheme: Any, worker: int | None = None) -> Attachment:
+def attached(inbox: Inbox, message: Message, scheme: Any) -> Attachment:
     """The attachment to the arena of a message's model, moved to the version that the message announces.
 
-    It is the one that there is already, if that one is to the arena that the sender named last. `worker`: the index of
-    this worker, where the sender gives it none.
+    It is the one that there is already, if that one is to the arena that the sender named last.
 
     Raises ValueError for weights that came by value, ProtocolError when the sender never named an arena, else as
     Subscriber() and Attachment.move_to() do.
     """
     kind, model_id, content, _ = message
     if kind == REGISTER:
-        inbox.registered[model_id] = content.handle, getattr(content, "worker", worker)
+        inbox.registered[model_id] = content.handle, content.worker
     elif type(content) is not int:
         raise ValueError(f"weights of {model_id!r} came through the pipe; use SharedMemWeightSyncScheme on both sides")
     if model_id not in inbox.registered:
@@ -138,7 +137,7 @@ class SharedMemReceiver(PipeReceiver):
 
     @override
     def _use(self, message: Message) -> None:
-        self._attachment = attached(self._inbox, message, self._scheme, self._worker_idx)
+        self._attachment = attached(self._inbox, message, self._scheme)
         self._attachment.bind(self._resolve_model_ref())
 
     @override

@@ -241,7 +241,7 @@ class Inbox(Pipe):
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
-        self.registered: dict[str, tuple[Handle, int | None]] = {}
+        self.registered: dict[str, tuple[Handle, int]] = {}
         self.attachments: dict[str, Any] = {}
         self.receivers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self._left: list[Message] = []  # nobody who took messages wanted these
