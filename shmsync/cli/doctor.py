@@ -7,7 +7,6 @@ stands for / in every path, so that a check can be shown another machine's files
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import subprocess
@@ -217,9 +216,6 @@ def run(arguments: argparse.Namespace) -> int:
     found = examine()
     counted = {level: sum(finding.level is level for finding in found) for level in Level}
     bad = counted[Level.FAILURE] + (counted[Level.WARNING] if arguments.strict else 0)
-    if arguments.json:
-        say(json.dumps({"findings": [finding._asdict() for finding in found], "status": int(bad > 0)}))
-        return int(bad > 0)
     for finding in found:
         say(f"{finding.level.value.ljust(9)}{finding.check}: {finding.text}")
         if finding.cure:

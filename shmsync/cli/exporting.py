@@ -15,7 +15,7 @@ from ..engine.subscriber import Subscriber, reader_of
 from ..memory.inspection import ties
 from ..memory.manifest import contiguous
 from ..memory.slab import refuse_too_large
-from .listing import look_twice
+from .listing import look
 from .output import Refused, size
 
 
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise Refused(f"there is no folder {path.parent}; make it first")
     if not arguments.force and os.path.lexists(path):
         raise Refused(f"{path} exists; --force replaces it")
-    look_twice(0, name)  # a name that there is not is no name to wait for
+    look(name)  # a name that there is not is no name to wait for
     with Subscriber(name, consistency="optimistic", timeout=arguments.timeout) as sub:
         manifest = reader_of(sub).arena.manifest
         # A snapshot and its file in memory are two copies, three of leaves that are not contiguous. A process that

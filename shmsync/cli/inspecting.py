@@ -3,49 +3,37 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from ..errors import ShmSyncError
 from ..memory.inspection import ArenaSeen, SlotSeen, command_of, manifest_of, ties
 from ..memory.manifest import Manifest
 from ..memory.process import ProcessState
 from ..memory.segment import ReaderInfo
-from .listing import as_dict, look_twice
-from .output import duration, per_second, say, size, table
+from .listing import look
+from .output import duration, say, size, table
 
 HEAD: tuple[str, ...] = ("WORKER", "PID", "IS", "ACKED", "LAG", "PINNED", "FOR", "READS", "TORN", "RETRIES", "COMMAND")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry out the command."""
-    ((seen, rate),) = look_twice(arguments.interval, arguments.name)
-    manifest: Manifest | None = None
-    problem = ""
+    (seen,) = look(arguments.name)
+    _head(seen)
+    if not seen.readable:
+        return 0
+    say()
     try:
-        manifest = manifest_of(seen.name) if seen.readable else None
+        _weights(manifest_of(seen.name))
     except ShmSyncError as error:
-        problem = str(error)
-    digests: tuple[int, dict[str, str]] | None = None
+        say(f"weights: {error}")
     if arguments.digest:
         from ..engine.subscriber import Subscriber  # which imports torch
 
         with Subscriber(seen.name, consistency="optimistic") as sub:
-            digests = sub.digest()
-    if arguments.json:
-        shown = as_dict(seen, rate) | {"leaves": None if manifest is None else _leaves(manifest)}
-        if digests is not None:
-            shown["digest"] = {"version": digests[0], "leaves": digests[1]}
-        say(json.dumps(shown))
-        return 0
-    _head(seen, per_second(rate, arguments.interval))
-    if not seen.readable:
-        return 0
-    say()
-    say(f"weights: {problem}") if manifest is None else _weights(manifest)
-    if digests is not None:
+            version, digests = sub.digest()
         say()
-        say(f"digests of version {digests[0]}")
-        for name, digest in digests[1].items():
+        say(f"digests of version {version}")
+        for name, digest in digests.items():
             say(f"  {digest}  {name}")
     say()
     say("slots")
@@ -59,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _head(seen: ArenaSeen, rate: str) -> None:
+def _head(seen: ArenaSeen) -> None:
     say(f"arena {seen.name}")
     say(f"  owner    {seen.owner.value}" + ("" if seen.pid is None else f", pid {seen.pid}"))
     if seen.pid and (text := command_of(seen.pid)):
@@ -69,7 +57,7 @@ def _head(seen: ArenaSeen, rate: str) -> None:
     if seen.readable:
         gate = ", closed to new sections while it is written" if seen.gated and seen.state == "open" else ""
         say(f"  state    {seen.state}{gate}")
-        say(f"  version  {seen.version}, {rate} a second")
+        say(f"  version  {seen.version}")
         say(f"  memory   {size(seen.bytes)}: {len(seen.slots)} x {size(seen.slot_bytes)}")
         say(f"  session  {seen.session}")
     say(f"  age      {duration(seen.age)}")
@@ -84,21 +72,6 @@ def _weights(manifest: Manifest) -> None:
         first = tied.get(leaf.offset, [leaf.name])[0] if leaf.nbytes else leaf.name
         what = size(leaf.nbytes) + (", cast" if leaf.cast else "") if first == leaf.name else f"= {first}"
         say(f"  {leaf.name.ljust(longest)}  {leaf.dtype_name} {list(leaf.shape)}  {what}")
-
-
-def _leaves(manifest: Manifest) -> list[dict[str, object]]:
-    tied = ties(manifest)
-    return [
-        {
-            "name": leaf.name,
-            "dtype": leaf.dtype_name,
-            "shape": list(leaf.shape),
-            "bytes": leaf.nbytes,
-            "offset": leaf.offset,
-            "tied": [name for name in tied.get(leaf.offset, []) if name != leaf.name] if leaf.nbytes else [],
-        }
-        for leaf in manifest.leaves
-    ]
 
 
 def _slot(slot: SlotSeen) -> str:

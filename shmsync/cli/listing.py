@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from contextlib import closing
 from dataclasses import asdict
 from typing import Any
@@ -13,39 +12,23 @@ from ..errors import ArenaNotFound, ShmSyncError
 from ..memory import leftovers
 from ..memory.inspection import ArenaSeen, command_of, look_at_all
 from ..memory.process import Peers, ProcessState
-from .output import duration, per_second, say, size, table
+from .output import duration, say, size, table
 
-HEAD: tuple[str, ...] = ("NAME", "OWNER", "PID", "SIZE", "SLOTS", "VERSION", "VERS/S", "READERS", "AGE")
-
-
-def rate(before: ArenaSeen | None, after: ArenaSeen) -> float | None:
-    """Versions in a second between two looks at one session; None where they tell nothing."""
-    if before is None or not after.readable or before.session != after.session or after.at <= before.at:
-        return None
-    return max(0, after.version - before.version) / (after.at - before.at) if after.owner is ProcessState.LIVE else None
+HEAD: tuple[str, ...] = ("NAME", "OWNER", "PID", "SIZE", "SLOTS", "VERSION", "READERS", "AGE")
 
 
-def look_twice(seconds: float, name: str | None = None) -> list[tuple[ArenaSeen, float | None]]:
-    """This arena, or all, and their versions per second.
-
-    Raises ArenaNotFound for a name that there is not; it lists those that there are.
-    """
-    names = None if name is None else [name]
+def look(name: str | None = None) -> list[ArenaSeen]:
+    """This arena, or all. Raises ArenaNotFound for a name that there is not; it lists those that there are."""
     with closing(Peers()) as peers:
-        before: dict[str, ArenaSeen] = {}
-        found = look_at_all(names, peers)
-        if seconds > 0 and any(seen.readable and seen.owner is ProcessState.LIVE for seen in found):
-            before = {seen.name: seen for seen in found}
-            time.sleep(seconds)
-            found = look_at_all(names, peers)
+        found = look_at_all(None if name is None else [name], peers)
     if name is not None and not found:
         raise ArenaNotFound(f"there is no arena {name!r}; there are: {', '.join(leftovers.names()) or 'none'}")
-    return [(seen, rate(before.get(seen.name), seen)) for seen in found]
+    return found
 
 
-def as_dict(seen: ArenaSeen, versions_per_s: float | None) -> dict[str, Any]:
+def _as_dict(seen: ArenaSeen) -> dict[str, Any]:
     """One arena for JSON; None where something is not known."""
-    found = asdict(seen) | {"versions_per_s": versions_per_s, "command": command_of(seen.pid) if seen.pid else ""}
+    found = asdict(seen) | {"command": command_of(seen.pid) if seen.pid else ""}
     del found["at"]
     if not seen.readable:
         found |= dict.fromkeys(("version", "state", "bytes", "slot_bytes", "max_readers", "session", "gated"))
@@ -55,29 +38,28 @@ def as_dict(seen: ArenaSeen, versions_per_s: float | None) -> dict[str, Any]:
     return found
 
 
-def cells(seen: ArenaSeen, versions_per_s: str) -> list[str]:
+def cells(seen: ArenaSeen) -> list[str]:
     """What HEAD names of one arena."""
     pid = "-" if seen.pid is None else str(seen.pid)
-    inside = ["-"] * 5
+    inside = ["-"] * 4
     if seen.readable:
         stopped = sum(reader.state is ProcessState.STOPPED for reader in seen.readers)
         readers = f"{len(seen.readers)} ({stopped} stopped)" if stopped else str(len(seen.readers))
-        inside = [size(seen.bytes), str(len(seen.slots)), str(seen.version), versions_per_s, readers]
+        inside = [size(seen.bytes), str(len(seen.slots)), str(seen.version), readers]
     return [seen.name, seen.owner.value, pid, *inside, duration(seen.age)]
 
 
 def run_list(arguments: argparse.Namespace) -> int:
     """Carry out `list`."""
-    found = look_twice(arguments.interval)
+    found = look()
     if arguments.json:
-        say(json.dumps({"arenas": [as_dict(*each) for each in found], "measured_s": arguments.interval}))
+        say(json.dumps({"arenas": [_as_dict(each) for each in found]}))
         return 0
     if not found:
         say("no arenas")
         return 0
-    rows = [cells(seen, per_second(versions, arguments.interval)) for seen, versions in found]
-    table(HEAD, rows, right=range(2, len(HEAD)))
-    for seen, _ in found:
+    table(HEAD, [cells(seen) for seen in found], right=range(2, len(HEAD)))
+    for seen in found:
         for text in filter(None, (seen.why, seen.failure)):
             say()
             say(f"{seen.name}: {text}")
@@ -86,9 +68,7 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 def run_gc(arguments: argparse.Namespace) -> int:
     """Carry out `gc`."""
-    with closing(Peers()) as peers:
-        found = look_at_all(None, peers)
-    for seen in found:
+    for seen in look():
         process = f", process {seen.pid}" if seen.pid else ""
         why = f" ({seen.why.partition(';')[0]}{process})" if seen.owner is ProcessState.DEAD and seen.why else ""
         if not arguments.dry_run:

@@ -47,12 +47,3 @@ def duration(seconds: float | None) -> str:
     if seconds < 172_800:
         return f"{seconds / 3600:.1f} h"
     return f"{seconds / 86400:.0f} days"
-
-
-def per_second(rate: float | None, measured: float) -> str:
-    """Versions in a second, counted for so many seconds; "-" where they were not counted."""
-    if rate is None:
-        return "-"
-    if rate == 0:
-        return f"<{1 / measured:.2g}"
-    return f"{rate:.0f}" if rate >= 100 else f"{rate:.2g}" if rate < 10 else f"{rate:.1f}"

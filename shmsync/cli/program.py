@@ -55,13 +55,10 @@ def parser() -> argparse.ArgumentParser:
 
     add = command("list", "the arenas on this machine, and who publishes them", "listing", "run_list")
     add("--json", action="store_true", help="for programs")
-    add("--interval", type=_seconds, default=0.5, metavar="S", help="count versions for so long (0.5); 0: do not")
 
     add = command("inspect", "weights, slots and readers of one arena", "inspecting")
     add("name", metavar="NAME", help="the arena's name, as `shmsync list` shows it")
-    add("--json", action="store_true", help="for programs")
     add("--digest", action="store_true", help="attach as a reader, and show a hash of each tensor")
-    add("--interval", type=_seconds, default=0.5, metavar="S", help="count versions for so long (0.5); 0: do not")
 
     add = command("top", "watch arenas and their readers, on a terminal until Ctrl-C", "top")
     add("name", nargs="?", metavar="NAME", help="one arena, with its readers")
@@ -69,7 +66,6 @@ def parser() -> argparse.ArgumentParser:
     add("--count", type=int, default=-1, metavar="N", help="end after so many looks")
 
     add = command("doctor", "what this machine allows, with a cure for what it does not", "doctor")
-    add("--json", action="store_true", help="for programs")
     add("--strict", action="store_true", help="end with 1 for warnings too")
 
     add = command("export", "write a consistent checkpoint of a live arena (needs shmsync[safetensors])", "exporting")

@@ -15,13 +15,12 @@ from ..memory.inspection import ArenaSeen, look_at_all
 from ..memory.process import Peers, ProcessState
 from ..memory.segment import ReaderInfo
 from . import inspecting, listing
-from .listing import look_twice, rate
-from .output import duration, per_second, say
+from .output import duration, say
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-Look = list[tuple[ArenaSeen, float | None]]  # arenas, and their versions per second
+Look = list[tuple[ArenaSeen, str]]  # arenas, and their versions per second
 
 _COLOURS = {"live": "green", "stopped": "yellow", "dead": "red", "unknown": "magenta", ">": "bold red"}  # of cells
 
@@ -53,13 +52,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _looks(arguments: argparse.Namespace) -> Iterator[Look]:
     """What is there, at each interval. Ends after --count looks, or with the arena: [] then."""
     names = None if arguments.name is None else [arguments.name]
-    look_twice(0, arguments.name)
+    listing.look(arguments.name)
     before: dict[str, ArenaSeen] = {}
     left = arguments.count
     with closing(Peers()) as peers:
         while True:
             found = look_at_all(names, peers)
-            yield [(seen, rate(before.get(seen.name), seen)) for seen in found]
+            yield [(seen, _rate(before.get(seen.name), seen)) for seen in found]
             left -= 1
             if left == 0 or (names is not None and not found):
                 return
@@ -99,11 +98,11 @@ def _described(reader: ReaderInfo) -> str:
     return f"worker {reader.worker} (pid {reader.pid}{stopped and ', ' + stopped})"
 
 
-def _figures(seen: ArenaSeen, versions: float | None) -> list[str]:
+def _figures(seen: ArenaSeen, versions: str) -> list[str]:
     found = [f"{seen.name}  {seen.owner.value}" + (f"  pid {seen.pid}" if seen.pid else "")]
     if seen.readable:
         readers = f"{len(seen.readers)} of {seen.max_readers} readers"
-        found.append(f"version {seen.version}  {_rate(versions)}/s  {readers}")
+        found.append(f"version {seen.version}  {versions}/s  {readers}")
     return found
 
 
@@ -128,7 +127,7 @@ def _panel(arguments: argparse.Namespace, found: Look) -> RenderableType:
     if arguments.name is None:
         said = [f"shmsync top: {len(found)} arena{'s' * (len(found) != 1)}"]
         wrong = [f"{seen.name}: {text}" for seen, _ in found for text in _wrong(seen)]
-        head, rows = listing.HEAD, [listing.cells(seen, _rate(versions)) for seen, versions in found]
+        head, rows = (*listing.HEAD, "VERS/S"), [[*listing.cells(seen), versions] for seen, versions in found]
     else:
         ((seen, versions),) = found
         said, wrong = _figures(seen, versions), _wrong(seen)
@@ -144,5 +143,11 @@ def _panel(arguments: argparse.Namespace, found: Look) -> RenderableType:
     return Group(*map(Text, said), *(Text(text, style="bold red") for text in wrong), table)
 
 
-def _rate(versions: float | None) -> str:
-    return "0" if versions == 0 else per_second(versions, 1.0)
+def _rate(before: ArenaSeen | None, after: ArenaSeen) -> str:
+    """Versions in a second between two looks at one session; "-" where they tell nothing."""
+    if before is None or not after.readable or before.session != after.session or after.at <= before.at:
+        return "-"
+    if after.owner is not ProcessState.LIVE:
+        return "-"
+    found = max(0, after.version - before.version) / (after.at - before.at)
+    return f"{found:.0f}" if found >= 100 or not found else f"{found:.2g}" if found < 10 else f"{found:.1f}"

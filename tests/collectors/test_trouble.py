@@ -82,7 +82,7 @@ def test_other_processes_see_that_a_worker_died_until_it_is_started_again(collec
     os.kill(batches._members[1].process.pid, signal.SIGKILL)
     with contextlib.nullcontext() if restart else pytest.raises(shmsync.WorkerDied):
         next(batches)
-    assert cli.main(["list", "--interval", "0"]) == 0
+    assert cli.main(["list"]) == 0
     assert (f": collector 1 died: pid {batches._members[1].process.pid}" in capsys.readouterr().out) == (not restart)
 
 

@@ -101,7 +101,7 @@ try:
     sys.exit("it took the name")
 except shmsync.ArenaExists:
     pass
-for command in (["gc"], ["gc", "--dry-run"], ["list"], ["inspect", name, "--interval", "0"], ["doctor"]):
+for command in (["gc"], ["gc", "--dry-run"], ["list"], ["inspect", name], ["doctor"]):
     cli.main(command)
 with shmsync.Publisher({"t": torch.ones(1)}, name=name + ".inside") as pub, shmsync.Subscriber(pub.handle) as sub:
     pub.publish({"t": torch.zeros(1)})

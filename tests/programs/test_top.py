@@ -80,7 +80,7 @@ def test_who_blocks_the_publisher_stands_in_front(start, name):
         terminal.until(lambda text: f"{stopped} blocks the publisher: " in " ".join(text.split()))
     with Terminal("top", "--interval", "0.05", columns=140, lines=14) as terminal:
         terminal.until(lambda text: name in text and stopped in text)
-    assert "(1 stopped)" in run("list", "--interval", "0").stdout
+    assert "(1 stopped)" in run("list").stdout
     assert f"{stopped} blocks the publisher: " in run("top", name, "--count", "1").stdout
 
 

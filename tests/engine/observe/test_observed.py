@@ -38,8 +38,8 @@ def said(capsys):
 def told(said):
     """told(name) -> what `list --json` says of an arena."""
 
-    def run(name, interval="0"):
-        arenas = json.loads(said("list", "--json", "--interval", interval))["arenas"]
+    def run(name):
+        arenas = json.loads(said("list", "--json"))["arenas"]
         return next((arena for arena in arenas if arena["name"] == name), None)
 
     return run
@@ -62,12 +62,12 @@ def test_the_owner_is_live_stopped_or_dead(open_trainer, name, told, said):
     trainer.stop()
     shown = told(name)
     assert (shown["owner"], shown["version"]) == ("stopped", 3)
-    assert "is stopped" in said("list", "--interval", "0")
+    assert "is stopped" in said("list")
     with left_dead(trainer, name):
         shown = told(name)
         assert (shown["owner"], shown["version"], shown["pid"]) == ("dead", 3, trainer.pid)
         assert "`shmsync gc` removes" in shown["why"]
-        assert "slots" in said("inspect", name, "--interval", "0")
+        assert "slots" in said("inspect", name)
 
 
 def test_readers_are_shown_as_they_are(start, name, told, said):
@@ -85,7 +85,7 @@ def test_readers_are_shown_as_they_are(start, name, told, said):
     assert [rows[i]["pid"] for i in range(3)] == [pinned.pid, stopped.pid, killed.pid]
     assert (rows[0]["pinned"], rows[1]["pinned"], rows[0]["lag"], rows[0]["acked"]) == (2, None, 1, 2)
     assert rows[0]["pin_age"] > 0 == rows[1]["pin_age"]
-    text = said("inspect", name, "--interval", "0")
+    text = said("inspect", name)
     line = next(line for line in text.splitlines() if line.split()[:2] == ["0", str(pinned.pid)])
     assert line.split()[2:6] == ["live", "2", "1", "2"]
     pinned.call(leave)
