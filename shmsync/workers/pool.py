@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import multiprocessing
 import os
 import queue
 import select
@@ -22,12 +21,9 @@ from ..engine.publisher import Publisher, writer_of
 from ..engine.write.acks import WorkerWatch
 from ..errors import AckTimeout, ProtocolError, WorkerDied, WorkerFailed
 from ..memory.process import Peer
-from .process import EXIT_CODE, Process, end, wait_for_any, watched
+from .process import EXIT_CODE, Process, context_of, end, wait_for_any, watched
 from .worker_process import attach_and_work
 
-# Not tensordict, which takes as long to import as torch: a worker that only calls its module uses none. Where the
-# trainer has it, workers may need it too, and it is imported once for all.
-_PRELOADED = ["torch", "shmsync", "shmsync.workers.worker_process"]
 _START = 300.0  # seconds to attach: importing torch takes long on a busy machine, and a death ends the wait
 _BETWEEN_LOOKS = 0.01  # seconds: a poll costs as much as a small publish
 _LAST = 0.2  # seconds: what a worker put before it returned is in the pipe, and the queue's lock may be taken
@@ -101,10 +97,7 @@ class Workers:
         self._writer = writer_of(pub)
         self._work = work
         self._args = tuple(args)
-        self._context = multiprocessing.get_context(start_method)
-        if start_method == "forkserver":
-            needed = ["tensordict"] if "tensordict" in sys.modules else []
-            self._context.set_forkserver_preload(_PRELOADED + needed)
+        self._context = context_of(start_method)
         self._pid = os.getpid()
         self._queues: tuple[WorkerQueue, ...] = ()
         self._members: dict[int, Process] = {}
@@ -117,12 +110,12 @@ class Workers:
     @property
     def procs(self) -> list[Any]:
         """The processes, by rank: a multiprocessing.Process each. Empty before the `with`."""
-        return [member.process for _, member in sorted(self._members.items())]
+        return [member.process for member in self._members.values()]
 
     @property
     def alive(self) -> list[int]:
         """The ranks of the workers that run, as wait= takes them."""
-        return [rank for rank, member in sorted(self._members.items()) if not member.dead]
+        return [rank for rank, member in self._members.items() if not member.dead]
 
     def queue(self, maxsize: int = 0) -> WorkerQueue:
         """A queue of the workers' start method, which each worker gets as one more argument: `work(sub, *args, queue)`.
@@ -132,7 +125,7 @@ class Workers:
         """
         if self._members:
             raise ProtocolError("workers.queue() gives the workers an argument; call it before they are started")
-        made = WorkerQueue(whole("maxsize", maxsize, 0), self._context, self._runs)
+        made = WorkerQueue(whole("maxsize", maxsize, 0), self._context, self)
         self._queues += (made,)
         return made
 
@@ -167,7 +160,7 @@ class Workers:
         self._writer.check()
         member = self._members.get(rank)
         if member is None:
-            known = f"the workers are {sorted(self._members)}" if self._members else "none was started"
+            known = f"the workers are {list(self._members)}" if self._members else "none was started"
             raise ValueError(f"there is no worker {rank!r}, {known}")
         member.reported = True  # before it is ended here: a wait of another thread would take that for a death
         end({rank: member})
@@ -220,7 +213,7 @@ class Workers:
             if error is None and member.lost and not member.reported:
                 raise self._loss(rank, member)
 
-    def _look(self, version: int = 0) -> None:
+    def _look(self) -> None:
         """Restart the dead as often as that is allowed; raise what a worker failed with, or how it died."""
         if self._writer.workers.watch is None or not self._poll.poll(0):  # they end on purpose; or nothing has happened
             return
@@ -233,13 +226,8 @@ class Workers:
                 self._restarts[rank] -= 1
                 self.restart(rank)
             else:
-                raise self._loss(rank, member, version)
+                raise self._loss(rank, member)
         self._poll = watched(self._members)
-
-    def _runs(self) -> bool:
-        """As _look(). Does a worker run that could fill a queue, or may one be started?"""
-        self._look()
-        return bool(self.alive) or not self._started
 
     def _before_write(self) -> None:
         """As _look(), for each publish() and update(); at most once in some milliseconds."""
@@ -248,23 +236,22 @@ class Workers:
             self._next_look = now + _BETWEEN_LOOKS
             self._look()
 
-    def _explains(self, error: WorkerDied) -> bool:
-        """As _look(), when a wait finds that these workers have ended. Do all of them run again?"""
-        named = {rank: member for rank, member in self._members.items() if rank in error.missing}
-        if any(member.reported for member in named.values()):
-            return False  # it is _look()'s own error; a second look would raise the next one in its place
+    def _explains(self, ended: list[int | str]) -> bool:
+        """As _look(), when a wait for acks finds that these have ended. Do all of them run again?"""
+        named = {rank: member for rank, member in self._members.items() if rank in ended}
         for member in named.values():
             member.process.join(EXIT_CODE)  # the table shows the end of its last thread a moment sooner
-        self._look(error.version or 0)
+        self._look()
         returned = [rank for rank, member in named.items() if member.returned]
         if returned:
+            version = self._writer.current[0]
             raise WorkerDied(
-                f"version {error.version} is published, but {listed(returned)} had returned before applying it; wait "
-                "for those that run, which workers.alive lists",
-                version=error.version,
-                missing=error.missing,
+                f"version {version} is published, but {listed(returned)} had returned before applying it; wait for "
+                "those that run, which workers.alive lists",
+                version=version,
+                missing=ended,
             )
-        return self._writer.workers.watch is None or set(error.missing) <= set(self.alive)
+        return self._writer.workers.watch is None or set(ended) <= set(self.alive)
 
     def _peer_of(self, rank: int) -> Peer | None:
         return self._members[rank].peer if rank in self._members else None
@@ -277,9 +264,8 @@ class Workers:
             seed = (torch.initial_seed() + rank + self._count * (self._started // self._count)) % 2**63
             args = (self._pub.handle, rank, self._work, *self._args, *self._queues)
             self._members[rank] = Process(
-                self._context, f"worker {rank}", attach_and_work, args, seed=seed, threads=self._threads,
-                arenas=[self._pub.handle.session],
-            )  # fmt: skip
+                self._context, f"worker {rank}", attach_and_work, args, seed=seed, threads=self._threads
+            )
             self._started += 1
         deadline = time.monotonic() + (_START if self._timeout is None else self._timeout)
         while late := {rank: self._members[rank] for rank in ranks if not self._members[rank].attached}:
@@ -307,10 +293,10 @@ class Workers:
         if not self._writer.closed:
             self._writer.workers.free_rows_of(member.peer.pid)
 
-    def _loss(self, rank: int, member: Process, version: int = 0) -> WorkerFailed | WorkerDied:
+    def _loss(self, rank: int, member: Process) -> WorkerFailed | WorkerDied:
         """The error that says how this worker was lost, to be raised once, by its `reported`."""
         member.reported = True
-        how, version = member.how, version or self._writer.current[0]
+        how, version = member.how, self._writer.current[0]
         if member.failure is not None:
             failed = WorkerFailed(
                 f"worker {rank} ({how}) raised {member.failure.summary.rstrip('.')}. Its traceback is above. "
@@ -342,18 +328,19 @@ class WorkerQueue(queues.Queue):
     queue.Empty at the end of one.
     """
 
-    def __init__(self, maxsize: int, context: Any, look: Callable[[], bool]) -> None:
+    def __init__(self, maxsize: int, context: Any, workers: Workers) -> None:
         super().__init__(maxsize, ctx=context)
-        self._look = os.getpid(), look  # look() raises failures; False: no worker runs. A pickled queue has none
+        self._workers = workers
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """The next item. Raises queue.Empty, WorkerFailed, WorkerDied, ProtocolError."""
-        pid, look = getattr(self, "_look", (0, lambda: True))
-        if pid != os.getpid():  # in a worker
+        workers: Workers | None = getattr(self, "_workers", None)  # it is not pickled with the queue
+        if workers is None or workers._pid != os.getpid():  # in a worker
             return super().get(block, timeout)
         deadline = time.monotonic() + (math.inf if timeout is None else timeout)
         while True:
-            running = look()
+            workers._look()
+            running = workers.alive or not workers._started  # else no worker could fill the queue
             left = deadline - time.monotonic()
             try:
                 return super().get(block and left > 0, min(left, SLICE if running else _LAST))

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import pickle
-import re
 import select
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,9 +25,24 @@ from ..memory.process import Peer, me, poll, stay_if_exiting
 from .worker_process import ATTACHED, FAILED, RETURNED, run
 
 EXIT_CODE = 1.0  # seconds; a fork server reports an exit code a moment after the death
+# What workers need where the trainer has it. It is as slow to import as torch, and other workers use none of it.
+_PRELOADED_IF_USED = ("tensordict", "shmsync.collectors")
 _COUNTERS = {"": "memory.events", "memory": "memory.oom_control"}  # of cgroups v2, of v1
 
 _log = logging.getLogger("shmsync")
+
+
+def context_of(start_method: str) -> Any:
+    """The multiprocessing context of this start method.
+
+    A program has one fork server, which imports once what all Workers and collectors use: that of the first of them
+    also has what the others are about to use.
+    """
+    context: Any = multiprocessing.get_context(start_method)
+    if start_method == "forkserver":
+        used = [name for name in _PRELOADED_IF_USED if name in sys.modules]
+        context.set_forkserver_preload([run.__module__, *used])
+    return context
 
 
 class Process:
@@ -42,7 +57,6 @@ class Process:
         body: called in the process as `body(closing, control, *args)`: an ExitStack, and the worker's end of the pipe.
         args: they may have queues, locks and connections of this context.
         seed, threads: for its random generators, and torch.set_num_threads().
-        arenas: the sessions of those by which its death is shown, until it has said which ones it reads.
 
     Attributes:
         attached: it has its weights.
@@ -55,36 +69,27 @@ class Process:
     """
 
     def __init__(
-        self, context: Any, who: str, body: Callable[..., object], args: tuple[Any, ...], *, seed: int,
-        threads: int = 1, arenas: Collection[bytes] = (),
-    ) -> None:  # fmt: skip
+        self, context: Any, who: str, body: Callable[..., object], args: tuple[Any, ...], *, seed: int, threads: int = 1
+    ) -> None:
         if multiprocessing.current_process().daemon:
             raise ProtocolError(
                 "this process is a daemon (of a multiprocessing.Pool or a DataLoader), which may not start processes; "
                 "start the workers in the main process, or pass pub.handle to processes that you start yourself"
             )
         self._who = who
-        self._sessions = arenas
+        self._sessions: Collection[bytes] = ()  # of the arenas that it has said it uses
         self._memory_kills = memory_kills()
         self.failure: Failure | None = None
         self.attached = self.over = self.reported = self.returned = False
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
             target=run,
-            args=(me().owner, threads, seed, body, _Packed(args), theirs),
+            args=(me().owner, threads, seed, body, _Packed(args, context.get_start_method()), theirs),
             name=f"shmsync-{who.replace(' ', '-')}",
             daemon=True,
         )
         try:
             self.process.start()
-        except RuntimeError as error:
-            if "SemLock" not in str(error):
-                raise
-            raise ProtocolError(
-                "a queue or lock in args= was made by multiprocessing itself, so only forked processes can use it. "
-                f"Make it with multiprocessing.get_context({context.get_start_method()!r}).Queue(), or pass "
-                "start_method='fork'"
-            ) from error
         finally:
             theirs.close()
         self.peer = Peer(process=self.process)
@@ -201,12 +206,18 @@ def end(members: Mapping[int, Process], word: str = "", deadline: float = 0.0) -
 class _Packed:
     """Arguments that are unpickled by load(), in the process, where an error can be reported."""
 
-    def __init__(self, args: tuple[Any, ...]) -> None:
-        self._args = args
+    def __init__(self, args: tuple[Any, ...], start_method: str) -> None:
+        self._args, self._start_method = args, start_method
 
     def __getstate__(self) -> bytes:
-        with _named():
-            return bytes(ForkingPickler.dumps(self._args))  # while the process is started, as queues need it
+        try:
+            with _named():
+                return bytes(ForkingPickler.dumps(self._args))  # while the process is started, as queues need it
+        except RuntimeError as error:  # a lock's
+            raise ProtocolError(
+                f"the workers cannot get an argument: {error}. Make queues and locks with "
+                f"multiprocessing.get_context({self._start_method!r}).Queue(), or pass start_method='fork'"
+            ) from error
 
     def __setstate__(self, pickled: bytes) -> None:
         self._pickled = pickled
@@ -241,6 +252,5 @@ def memory_kills(root: Path = Path("/")) -> int:
                 for folder in (path.lstrip("/"), ""):
                     counter = root / "sys/fs/cgroup" / controller / folder / _COUNTERS[controller]
                     if counter.exists():
-                        found = re.search(r"^oom_kill (\d+)$", counter.read_text(), re.MULTILINE)
-                        return int(found[1]) if found else 0
+                        return int(dict(line.split() for line in counter.read_text().splitlines()).get("oom_kill", 0))
     return 0

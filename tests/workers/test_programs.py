@@ -49,6 +49,26 @@ def test_a_script_without_the_main_line_is_told_about_it(tmp_path):
     assert 'A script needs `if __name__ == "__main__":`' in done.stderr
 
 
+BOTH = """
+def work(sub, answers):
+    answers.put("gymnasium" in sys.modules)
+
+if __name__ == "__main__":
+    import shmsync.collectors
+    pub = shmsync.Publisher(make(), timeout=120)
+    workers = shmsync.Workers(pub, work, 1)
+    workers.queue()
+    with pub, workers:
+        print(workers.get())
+"""
+
+
+@pytest.mark.slow
+def test_the_fork_server_of_workers_has_imported_what_a_collector_needs(tmp_path):
+    done = program(tmp_path, COMMON + BOTH)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
 INTERRUPTED = """
 def work(sub):
     open(f"worker-{sub.worker}", "w").write(str(os.getpid()))

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ... import _native
-from ...errors import ClosedError, WorkerDied
+from ...errors import ClosedError
 from ...memory.process import Peer, Peers, ProcessState, owner_word, pid_of, stay_if_exiting
 from ...memory.segment import RowId
 from ..deadlines import check_worker, slice_until
@@ -162,16 +162,16 @@ class WorkerWatch(NamedTuple):
     The reader table shows deaths, but neither exceptions nor exit codes.
 
     Attributes:
-        look: called in each slice of a wait for acks of this version, and at its end. Raises what a worker failed
-            with, or WorkerDied for a dead one that is not to be started again.
-        explains: called when these workers have ended, as this error says: raises an error that says more. True: all of
-            them run again, so the error is not to be raised.
+        look: called in each slice of a wait for acks, and at its end. Raises what a worker failed with, or WorkerDied
+            for a dead one that is not to be started again.
+        explains: called when these workers have ended before they applied the version: raises an error that says more.
+            True: all of them run again.
         before_write: called before each version is written. Raises as look() does.
         peer_of: the process of a worker, if it is one of Workers.
     """
 
-    look: Callable[[int], None]
-    explains: Callable[[WorkerDied], bool]
+    look: Callable[[], None]
+    explains: Callable[[list[int | str]], bool]
     before_write: Callable[[], None]
     peer_of: Callable[[int], Peer | None]
 
@@ -198,39 +198,34 @@ class AckingWorkers:
         Raises WorkerDied as soon as only dead ones are left to wait for, or a named one of Workers has ended and left
         no ack; AckTimeout at the deadline; ClosedError. Or what Workers know of a failure or a death in its place.
         """
-        watch, peers = self.watch, self._slots.peers
+        peers = self._slots.peers
         try:
-            while True:
-                try:
-                    self._wait_for_acks(version, acks, deadline)
-                except WorkerDied as error:
-                    if watch is None or not watch.explains(error):
-                        raise
-                    if acks != "all":  # the others may have had no time
-                        acks = [worker for worker in acks if worker not in error.missing]
-                        continue
-                break
-            self._look(version)
+            while again := self._wait_for_acks(version, acks, deadline):
+                if acks == "all":
+                    break
+                acks = [worker for worker in acks if worker not in again]  # the others may have had no time
+            self._look()
         finally:
             if len(peers):  # a worker was late; rows that were given back need no pidfd any more
                 peers.keep_only({row.owner for row in self._control.rows()})
 
-    def _look(self, version: int) -> None:
+    def _look(self) -> None:
         stay_if_exiting()
         if self.watch is not None:
-            self.watch.look(version)
+            self.watch.look()
 
-    def _wait_for_acks(self, version: int, acks: Acks, deadline: float) -> None:
-        slots, native, control = self._slots, self._slots.native, self._control
+    def _wait_for_acks(self, version: int, acks: Acks, deadline: float) -> list[int | str]:
+        """As wait(); the workers that have died meanwhile, and were started again."""
+        slots, native, control, watch = self._slots, self._slots.native, self._control, self.watch
         what, workers = f"version {version}", None if acks == "all" else acks
         asked: list[RowId] = []
         if workers is None:
             asked = native.wait_acks(version, native.claimed_rows(), slice_until(deadline))
             if not asked:
-                return  # the common case, without a look in Python
+                return []  # the common case, without a look in Python
         # Those that this call has reaped already, while it waited for their pins.
         named = {row: name for row, name in slots.died.items() if workers is not None and name in workers}
-        peer_of = None if self.watch is None else self.watch.peer_of
+        peer_of = None if watch is None else watch.peer_of
         # Nothing newer is published meanwhile, so an ack of a later version is garbage.
         rows = RowWait(control, slots.peers, asked, workers, lambda row: row.acked == version, named, peer_of)
 
@@ -241,7 +236,7 @@ class AckingWorkers:
                 time.sleep(_NAP)  # a named worker is not attached yet
 
         def check() -> None:
-            self._look(version)
+            self._look()
             if slots.closing:
                 raise ClosedError(
                     f"{what} is published, but arena {slots.name!r} was closed by another thread in the wait for its "
@@ -256,7 +251,10 @@ class AckingWorkers:
         outcome = rows.outcome(_ACKS)
         if outcome.late:
             raise outcome.lateness(what, version)
-        outcome.check(what, version)
+        ended = list(outcome.dead)
+        if not (ended and watch is not None and watch.explains(ended)):
+            outcome.check(what, version)
+        return ended
 
     def forget(self, worker: int) -> None:
         """Another process is `worker` from now on; what those before it applied, who are gone, is not its doing."""
