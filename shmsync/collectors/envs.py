@@ -1,6 +1,6 @@
-"""The environments of a worker: single ones behind the interface of a vector environment, and vector environments.
+"""The environments of a worker: single ones behind the interface of a vector environment, or a vector environment.
 
-A group of environments is stepped as one. Its results lie in arrays of the worker, `[n, ...]`, and are what single
+They are stepped as one. Their results lie in arrays of the worker, `[n, ...]`, and are what single
 environments would give, whenever a vector environment resets:
 
 - SAME_STEP: step() returns the first observation of the next episode; where the old one led is in info["final_obs"].
@@ -29,7 +29,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 class End(NamedTuple):
     """An episode that a step has ended."""
 
-    row: int  # of its environment among those of the worker
+    row: int  # of its environment
     terminated: bool
     truncated: bool
     leaves: list[Any]  # where the step led, by leaf of the observations
@@ -42,12 +42,6 @@ class Results(NamedTuple):
     reward: NDArray[np.float32]
     acting: NDArray[np.bool_]  # which of them take an action in the next step, not a reset
     ends: list[End]
-    first: int = 0  # the row of the first of them among those of the worker
-
-    def of_rows(self, rows: slice) -> Results:
-        """Those of some of the environments, in the same memory."""
-        parts = [part._replace(now=part.now[rows]) for part in self.parts]
-        return Results(parts, self.reward[rows], self.acting[rows], self.ends, rows.start)
 
 
 class SingleEnvs:
@@ -70,7 +64,7 @@ class SingleEnvs:
 
     def finish(self) -> None:
         """Let each of them step, and reset those whose episodes end."""
-        parts, rewards, _, ends, _ = self._results
+        parts, rewards, _, ends = self._results
         for i, (env, action) in enumerate(zip(self._envs, self._actions, strict=True)):
             observation, reward, terminated, truncated, _ = _returned(env.step(action), _STEP)
             # Nearly all values are what they should be: a look at their types is sooner than arrays of one element.
@@ -124,7 +118,7 @@ class VectorEnvs:
         """Wait until it has stepped, and reset those whose episodes have ended, where it takes a mask."""
         result = self._env.step_wait() if self._apart else self._env.step(self._actions)
         observation, reward, terminated, truncated, info = _returned(result, _STEP)
-        parts, rewards, acting, ends, first = self._results
+        parts, rewards, acting, ends = self._results
         rewards[:] = one_each(reward, len(rewards), np.float32, "the reward of step()")
         terminated = one_each(terminated, len(rewards), np.bool_, "terminated of step()")
         truncated = one_each(truncated, len(rewards), np.bool_, "truncated of step()")
@@ -140,7 +134,7 @@ class VectorEnvs:
         # Where the ended episodes led is in the info of the step, or in its observation until they are reset.
         for i in done.nonzero()[0].tolist():
             led = [part.now[i].copy() if self._mode != SAME_STEP else _final(info, i, part) for part in parts]
-            ends.append(End(first + i, bool(terminated[i]), bool(truncated[i]), led))
+            ends.append(End(i, bool(terminated[i]), bool(truncated[i]), led))
         if self._masks:
             self._take_reset(self._env.reset(options={"reset_mask": done}))
 
@@ -156,16 +150,16 @@ def is_vector(env: Any) -> bool:
     return isinstance(env, vector.VectorEnv) or all(hasattr(env, name) for name in names)
 
 
-def unrolled(envs: Sequence[Any]) -> list[Any] | None:
-    """The environments of these SyncVectorEnvs; None if one of them may do more in a step than to step them.
+def unrolled(env: Any) -> list[Any] | None:
+    """The environments of a SyncVectorEnv; None for one that may do more in a step than to step them.
 
     That is each other class, a derived one too, and an object whose step() or reset() was replaced. A worker steps
     these environments itself: a SyncVectorEnv puts their results together three times before a batch gets them, which
     takes longer than to step four CartPoles.
     """
-    if any(type(env) is not vector.SyncVectorEnv or vars(env).keys() & {"step", "reset"} for env in envs):
+    if type(env) is not vector.SyncVectorEnv or vars(env).keys() & {"step", "reset"}:
         return None
-    return [each for env in envs for each in env.envs]
+    return list(env.envs)
 
 
 _STEP = "step()", ("observation", "reward", "terminated", "truncated", "info")

@@ -25,7 +25,7 @@ class Rollout:
     """The environments of one worker, and the policy that acts in all of them at once.
 
     Args:
-        envs: single environments, or vector environments.
+        envs: single environments, or one vector environment.
         version: says which weights the last call of the policy used.
         worker: the worker's index.
         device: where the policy computes; None: in the host's memory.
@@ -37,11 +37,16 @@ class Rollout:
         self._policy, self._version, self._worker = policy, version, worker
         place = None if device is None else named(device)
         self._there = None if place is None else place.torch_device
-        of_vectors = is_vector(envs[0])
-        prefix = "single_" if of_vectors else ""
+        vector: Any = envs[0] if is_vector(envs[0]) else None
+        if vector is not None and len(envs) > 1:
+            raise ValueError(
+                f"create_env_fn makes a {type(vector).__name__}, and envs_per_worker is for single environments; give "
+                "the vector environment more of its own"
+            )
+        prefix = "single_" if vector is not None else ""
         self._to_env = spaces.to_env(getattr(envs[0], f"{prefix}action_space"))
-        singles = unrolled(envs) if of_vectors else list(envs)
-        self.count = len(singles) if singles is not None else sum(int(env.num_envs) for env in envs)
+        singles = envs if vector is None else unrolled(vector)
+        self.count = int(vector.num_envs) if singles is None else len(singles)
         parts = spaces.parts(getattr(envs[0], f"{prefix}observation_space"), self.count)
         self._new = new = Results(parts, np.zeros(self.count, np.float32), np.ones(self.count, np.bool_), [])
         self._takes_tensordict = hasattr(policy, "in_keys")
@@ -50,21 +55,12 @@ class Rollout:
         self._plain = len(parts) == 1 and not parts[0].path and not self._takes_tensordict
         self._seen = {part.key: part.layout for part in parts}
         self._ours: Leaves = self._seen | {("next", *key): value for key, value in self._seen.items()} | RESULTS
-        self._groups: list[tuple[SingleEnvs | VectorEnvs, slice]] = []
-        if singles is not None:
-            self._groups.append((SingleEnvs(singles, new), slice(0, self.count)))
-        first = 0
-        for env in envs if singles is None else ():
-            rows = slice(first, first + int(env.num_envs))
-            self._groups.append((VectorEnvs(env, new.of_rows(rows)), rows))
-            first = rows.stop
-        self._uneven = any(group.uneven for group, _ in self._groups)
+        self._envs = VectorEnvs(vector, new) if singles is None else SingleEnvs(singles, new)
         self._returns = np.zeros(self.count)  # of the episodes so far
 
     def reset(self, seed: int | None = None) -> None:
         """Start a new episode in every environment."""
-        for group, rows in self._groups:
-            group.reset(None if seed is None else seed + rows.start)
+        self._envs.reset(seed)
         self._returns[:] = 0.0
 
     def layout(self) -> Leaves:
@@ -109,7 +105,7 @@ class Rollout:
 
     def collect(self, buffer: int, between: Callable[[], bool]) -> bool:
         """Fill the rows of a buffer. `between` is called before each step; False abandons the rest."""
-        to, new = self._arrays[buffer], self._new  # arrays `[n, steps, ...]` and `[n, ...]`
+        to, new, uneven = self._arrays[buffer], self._new, self._envs.uneven  # arrays `[n, steps, ...]` and `[n, ...]`
         befores, afters = [to[key] for key in self._seen], [to[("next", *key)] for key in self._seen]
         versions, rewards, returns = to["policy_version",], to["next", "reward"], to["next", "episode_return"]
         ends = [to["next", name] for name in ("terminated", "truncated", "done")]
@@ -119,28 +115,25 @@ class Rollout:
         filled = np.zeros(self.count, np.int64)  # steps of each row
         rows: Any = slice(None)  # into which a step is written, and as which step of each
         at: Any = 0
-        while (filled < self._steps).any() if self._uneven else at < self._steps:
+        while (filled < self._steps).any() if uneven else at < self._steps:
             if not between():
                 return False
-            if self._uneven:
+            if uneven:
                 rows = (new.acting & (filled < self._steps)).nonzero()[0]
                 at = filled[rows]
             out = self._act()
-            actions = self._to_env(_output(out, ACTION))
-            for group, own in self._groups:
-                group.begin(actions[own])
+            self._envs.begin(self._to_env(_output(out, ACTION)))
             versions[rows, at] = self._version()
             self._record(buffer, out, rows, at)
             for part, before in zip(new.parts, befores, strict=True):
                 before[rows, at] = part.now[rows]
-            for group, _ in self._groups:
-                group.finish()
+            self._envs.finish()
             for part, after in zip(new.parts, afters, strict=True):
                 after[rows, at] = part.now[rows]
             rewards[rows, at, 0] = new.reward[rows]
             self._returns += new.reward
             for i, terminated, truncated, leaves in new.ends:
-                step = int(filled[i]) if self._uneven else at
+                step = int(filled[i]) if uneven else at
                 if step < self._steps:
                     for after, led in zip(afters, leaves, strict=True):
                         after[i, step] = led
@@ -149,7 +142,7 @@ class Rollout:
                     returns[i, step] = self._returns[i]
                 self._returns[i] = 0.0
             new.ends.clear()
-            if self._uneven:
+            if uneven:
                 filled[rows] += 1
             else:
                 at += 1
