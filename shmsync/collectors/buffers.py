@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any
 
 import torch
@@ -57,8 +58,8 @@ class Buffers:
         return batch
 
 
-def create(leaves: Leaves, rows: int, steps: int) -> tuple[Buffers, int]:
-    """New buffers, and the descriptor that keeps them reachable for workers that join.
+def create(leaves: Leaves, rows: int, steps: int) -> Buffers:
+    """New buffers, which workers can map as long as this object lives.
 
     Raises NoSpace, before it takes anything, when memory does not suffice.
     """
@@ -68,10 +69,12 @@ def create(leaves: Leaves, rows: int, steps: int) -> tuple[Buffers, int]:
         fd = os.memfd_create("shmsync-batches", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, nbytes)
-            return Buffers(f"/proc/{os.getpid()}/fd/{fd}", leaves, rows, steps), fd
+            made = Buffers(f"/proc/{os.getpid()}/fd/{fd}", leaves, rows, steps)
         except BaseException:
             os.close(fd)
             raise
+    weakref.finalize(made, os.close, fd)
+    return made
 
 
 def _manifest(leaves: Leaves, rows: int, steps: int) -> Manifest:

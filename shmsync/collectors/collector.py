@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import multiprocessing
 import os
 import secrets
 import time
@@ -25,13 +24,12 @@ from ..errors import AckTimeout, ClosedError, WorkerDied
 from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
 from ..schemes.devices import HOST, DeviceChoice, device_names
 from ..schemes.strategy import WeightStrategy
-from ..workers.process import wait_for_any
+from ..workers.process import context_of, wait_for_any
 from . import buffers
-from .collector_process import COLLECT, LAYOUT, START, WorkerSpec
+from .collector_process import COLLECT, LAYOUT, START
 from .member import Member, agreed, end_all
 from .policy import pack
 
-PRELOADED = ["torch", "tensordict", "gymnasium", "cloudpickle", "shmsync.collectors"]
 START_TIMEOUT = 120.0  # seconds
 LAST_SEED = 1 << 62  # what Gymnasium, NumPy and torch all take, with room for those of each environment
 
@@ -66,8 +64,8 @@ class MultiprocessCollector:
     except where an episode ends); "policy_version", the version of the weights that chose this action; "worker".
 
     Args:
-        create_env_fn: makes one gymnasium.Env, or a gymnasium.vector.VectorEnv, whose environments count as the
-            worker's and are stepped as one; or a list with one such function for each worker.
+        create_env_fn: makes one gymnasium.Env, or a gymnasium.vector.VectorEnv, whose environments are the worker's
+            and are stepped as one; or a list with one such function for each worker.
         policy: takes observations `[n, ...]` and returns actions `[n, ...]`, or a dict or TensorDict that has them
             under "action"; or a TensorDictModule. The trainer's own module: workers have their own.
         num_workers: processes.
@@ -80,8 +78,7 @@ class MultiprocessCollector:
             None for the CPU; by default where the scheme has its weights, else on the CPU. The default scheme puts the
             weights on it, where it is one; a policy elsewhere than the weights has its own copy. Observations are
             brought to it, and what the policy returns to the host.
-        envs_per_worker: how often a worker calls create_env_fn. All its environments are stepped with one call of the
-            policy.
+        envs_per_worker: single environments in a worker, which are stepped with one call of the policy.
         seed: environments and policies are seeded from it; in sync mode the same seed gives the same frames. None: at
             random.
         restart_workers: start a dead or failed worker again. It joins at the newest version. One that fails before
@@ -152,21 +149,18 @@ class MultiprocessCollector:
         self._scheme = scheme = weight_sync_scheme
         at_arena = isinstance(scheme, SharedMemWeightSyncScheme) and places == {device_names(scheme.device)[0] or HOST}
         packed = pack(policy, values=not at_arena)  # elsewhere it has private copies
-        self._specs = [
-            WorkerSpec(index, cloudpickle.dumps([maker] * count), packed, scheme, devices[index])
-            for index, maker in enumerate(makers)
+        self._of_each = [  # what each worker is started with
+            (cloudpickle.dumps([maker] * count), packed, scheme, device)
+            for maker, device in zip(makers, devices, strict=True)
         ]
-        self._context = multiprocessing.get_context(start_method)
-        if start_method == "forkserver":
-            self._context.set_forkserver_preload(PRELOADED)
+        self._context = context_of(start_method)
         self._frames = self._batches = self._restarts = self._dropped = 0
         self._members: dict[int, Member] = {}
         self._filled: dict[tuple[int, int], None] = {}  # (worker, buffer) of each batch, in the order of arrival
         self._buffer = 0  # of the next batch, in sync mode
         self._handed: tuple[int, int] | None = None  # (worker, buffer) that the trainer has, without sync
-        self._opened: list[int] = []  # the descriptor of the buffers
         self._pid = os.getpid()
-        self._finalizer = util.Finalize(self, end_all, (self._members, self._opened, scheme), exitpriority=30)
+        self._finalizer = util.Finalize(self, end_all, (self._members, scheme), exitpriority=30)
         try:
             self._start()
         except BaseException:
@@ -237,7 +231,7 @@ class MultiprocessCollector:
         """
         self._closed = True
         if self._pid == os.getpid():  # else this is a forked child; the workers are the trainer's
-            end_all(self._members, self._opened, self._scheme)
+            end_all(self._members, self._scheme)
         self._finalizer.cancel()
 
     def __enter__(self) -> MultiprocessCollector:
@@ -271,7 +265,7 @@ class MultiprocessCollector:
     def _start(self) -> None:
         """Start all workers, send them their first weights, and give them their rows of the batches."""
         deadline = time.monotonic() + self._start_timeout
-        members = [self._start_process(index) for index in range(len(self._specs))]
+        members = [self._start_process(index) for index in range(len(self._of_each))]
         with self._reasons():
             self._scheme.init_on_sender(
                 "policy",
@@ -285,8 +279,7 @@ class MultiprocessCollector:
             member.send(LAYOUT, self._seed)
         self._wait(lambda: all(member.layout for member in members), deadline)
         leaves, self._each = agreed([member.layout for member in members])
-        self._memory, fd = buffers.create(leaves, self._each * len(members), self._steps(self._each, len(members)))
-        self._opened.append(fd)
+        self._memory = buffers.create(leaves, self._each * len(members), self._steps(self._each, len(members)))
         for member in members:
             self._join(member)
             for buffer in () if self._sync else range(buffers.BUFFERS):  # without sync they fill all at once
@@ -310,7 +303,7 @@ class MultiprocessCollector:
     def _start_process(self, index: int, orders: Sequence[int] = ()) -> Member:
         """Start a worker, with the orders of the one whose place it takes."""
         seed = self._seed + index + 7919 * self._restarts  # see _join()
-        self._members[index] = Member(self._context, self._specs[index], seed, self._filled, orders)
+        self._members[index] = Member(self._context, index, self._of_each[index], seed, self._filled, orders)
         return self._members[index]
 
     def _join(self, member: Member) -> None:

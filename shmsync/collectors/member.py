@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -11,18 +10,19 @@ from ..errors import DataMismatch, WorkerDied
 from ..schemes import WeightSyncScheme
 from ..workers.process import Process, end
 from . import buffers
-from .collector_process import BATCH, COLLECT, STOP, WorkerSpec, run
+from .collector_process import BATCH, COLLECT, STOP, run
 
 _STOPPING = 5.0  # seconds, for environments to close
 
 
 class Member(Process):
-    """One worker process; besides its pipe for messages it has one for weights. `filled`: of all of them."""
+    """One worker process; besides its pipe for messages it has one for weights. `args`: of run(); `filled`: of all."""
 
     def __init__(
-        self, context: Any, spec: WorkerSpec, seed: int, filled: dict[tuple[int, int], None], orders: Iterable[int]
-    ) -> None:
-        self.index = spec.index
+        self, context: Any, index: int, args: tuple[Any, ...], seed: int, filled: dict[tuple[int, int], None],
+        orders: Iterable[int],
+    ) -> None:  # fmt: skip
+        self.index = index
         self.filled = filled  # gets (worker, buffer) of each batch, in the order of arrival
         self.joined = False  # it has its weights and knows its buffers
         self.delivered = False  # a batch since it was started
@@ -30,7 +30,7 @@ class Member(Process):
         self.layout: tuple[buffers.Leaves, int] | None = None  # of a frame, and the number of its environments
         self.weights, weights_there = context.Pipe()
         try:
-            super().__init__(context, f"collector {spec.index}", run, (weights_there, spec), seed=seed)
+            super().__init__(context, f"collector {index}", run, (weights_there, index, *args), seed=seed)
         finally:
             weights_there.close()
 
@@ -84,12 +84,10 @@ def agreed(layouts: list[Any]) -> tuple[buffers.Leaves, int]:
     return first, count
 
 
-def end_all(members: dict[int, Member], opened: list[int], scheme: WeightSyncScheme) -> None:
+def end_all(members: dict[int, Member], scheme: WeightSyncScheme) -> None:
     """End the workers, then what they used. Idempotent. A Ctrl-C meanwhile ends the workers at once."""
     try:
         end(members, STOP, time.monotonic() + _STOPPING)
     finally:
         members.clear()
-        while opened:
-            os.close(opened.pop())
         scheme.shutdown()
