@@ -207,3 +207,8 @@ def test_the_processes_of_an_async_one_end_with_their_worker_even_if_they_are_st
     assert caught.value.missing == [1]
     assert len(stuck) == 2
     until(lambda: not any(map(alive, stuck)))
+
+
+def test_a_worker_has_one_vector_environment(collector):
+    with pytest.raises(ValueError, match="makes a SyncVectorEnv, and envs_per_worker is for single environments"):
+        collector(Vectors("sync", Counting, 2), Constant(), envs_per_worker=2, num_workers=1, frames_per_batch=40)
