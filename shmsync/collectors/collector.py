@@ -197,6 +197,8 @@ class MultiprocessCollector:
             if not self._restart_workers:
                 raise
             dead = [index for index in map(int, error.missing) if self._sender.is_dead(index)]
+            if not all(self._members[index].delivered for index in dead):
+                raise
             for index in dead:
                 self._restart(index)
             if len(dead) < len(error.missing):  # others are late
@@ -392,14 +394,14 @@ class MultiprocessCollector:
                     lost.raise_loss()
                 self._restart(lost.index)
             elif time.monotonic() >= deadline:
-                late = ", ".join(
-                    f"worker {index} ({member.peer}{', stopped' if member.peer.stopped else ''})"
-                    for index, member in self._members.items()
+                late = [member for member in self._members.values() if member.orders or member.layout is None]
+                names = ", ".join(
+                    f"worker {each.index} ({each.peer}{', stopped' if each.peer.stopped else ''})" for each in late
                 )
                 raise AckTimeout(
-                    f"no batch is ready in time from {late}: an environment may be slow or stuck. Give more time with "
+                    f"no batch is ready in time from {names}: an environment may be slow or stuck. Give more time with "
                     "timeout=",
-                    missing=list(self._members),
+                    missing=[each.index for each in late],
                 )
             else:
                 wait_for_any(self._members, deadline)

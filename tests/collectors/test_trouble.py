@@ -115,6 +115,19 @@ def test_a_batch_that_was_waited_for_too_briefly_comes_whole_later(collector):
     assert torch.equal(copy["next.observation"][0, :, 0], torch.arange(40) % 5 + 1.0)
 
 
+def test_only_workers_that_are_late_with_a_batch_are_named(collector):
+    batches = collector(Counting, Constant(), timeout=5.0)
+    next(batches)
+    stopped = batches._members[1].process.pid
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        with pytest.raises(shmsync.AckTimeout, match=f"{stopped}, stopped") as caught:
+            next(batches)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert list(caught.value.missing) == [1]
+
+
 def test_dead_workers_are_restarted_and_late_ones_named(collector):
     scheme = SharedMemWeightSyncScheme(timeout=2.0)
     batches = collector(Counting, Constant(), restart_workers=True, weight_sync_scheme=scheme)
