@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from ..memory.process import poll
+from ..memory.process import dead_parent, poll
 from ..schemes import WeightSyncScheme
 from ..workers.worker_process import attached
 from .policy import bring
@@ -59,7 +59,7 @@ def run(
     commands: deque[tuple[str, Any]] = deque()
 
     def look(milliseconds: float) -> None:
-        """Apply weights and queue commands that arrive within that time; -1: without limit."""
+        """Apply weights and queue commands that arrive within that time."""
         for fd, _ in poll(arriving, milliseconds):
             if fd == weights.fileno():
                 receiver.receive(0.0)
@@ -73,7 +73,9 @@ def run(
 
     while True:
         while not commands:
-            look(-1)
+            look(1000)
+            if dead_parent() is not None:  # with fork its pipes do not end: siblings hold their other ends
+                return
         word, content = commands.popleft()
         if word == LAYOUT:
             rollout.reset(content)

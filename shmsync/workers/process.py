@@ -215,7 +215,7 @@ class _Packed:
                 return bytes(ForkingPickler.dumps(self._args))  # while the process is started, as queues need it
         except RuntimeError as error:  # a lock's
             raise ProtocolError(
-                f"the workers cannot get an argument: {error}. Make queues and locks with "
+                f"the workers cannot get an argument: {error}. If it has a queue or a lock, make that with "
                 f"multiprocessing.get_context({self._start_method!r}).Queue(), or pass start_method='fork'"
             ) from error
 
