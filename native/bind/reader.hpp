@@ -111,15 +111,13 @@ class Reader {
 
   bool leave(nb::handle self) {
     if (generation_ != fork_generation()) return false;  // the pin is the parent's; the next call raises
-    if (closed) return false;                            // close() has given this section up
+    if (closed) return false;
     if (depth == 0 || !mutex.mine())
       raise("ProtocolError", "a read section must be left in the thread that entered it");
     const Unlocking unlocking{mutex};
     if (--depth > 0) return side->torn_so_far();
     const Entering mark(entering);
-    const bool torn = leave_held(self);
-    if (torn) side->forget();
-    return torn;
+    return leave_held(self);
   }
 
   // Leaves what a hook has entered, in the middle of its work, or what was a section.
@@ -131,6 +129,7 @@ class Reader {
         error = std::current_exception();
       }
     const bool torn = side->leave();
+    if (torn) side->forget();  // what was applied may be torn too
     if (error) std::rethrow_exception(error);
     return torn;
   }

@@ -59,7 +59,7 @@ class Workers:
             exception of `work` is raised all the same.
         timeout: seconds to start, and to end, all workers. None: 300 to start, and the publisher's default to end.
 
-    Without a `with`, as in a notebook, call `start()` and `close()`.
+    Without a `with`, as in a notebook, call `start()` and `close()`. Before that `wait=True` waits for none of them.
 
     Waits of the workers' Subscribers have no timeout: they end when the trainer dies or leaves the `with`.
     Worker `rank` draws other random numbers than the others: torch, random and numpy are seeded with

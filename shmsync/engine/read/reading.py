@@ -82,7 +82,7 @@ class ReadPath(_native.Reader):
         self._streams: list[Stream] = []  # that the open section uses on a device, besides the current one
         self.optimistic = consistency is Consistency.OPTIMISTIC
         self.timeout = timeout  # default of waits, in seconds
-        self._closing = False  # then the waits of other threads end
+        self._closing = 0  # threads in close(): the waits of others end
         self._shown = attached.arena  # the arena of `weights`: until a successor's are applied, the old one's
         # The functions of on_version(), and the session and the version that each was called for.
         self._told: dict[Callable[[int], object], tuple[bytes, int] | None] = {}
@@ -294,7 +294,7 @@ class ReadPath(_native.Reader):
             return
         if self.in_section:
             raise ProtocolError("close() inside a read section of this Subscriber; leave the section first")
-        self._closing = True
+        self._closing += 1
         try:
             with self.hold_lock():
                 wait_for_reads(self.arena, self.name, deadline_after(None, self.timeout))
@@ -306,7 +306,7 @@ class ReadPath(_native.Reader):
         except ClosedError:
             pass  # another thread was quicker
         finally:
-            self._closing = False
+            self._closing -= 1
 
     def __del__(self) -> None:
         if getattr(self, "_finalizer", None) is not None and not self.closed and not self.in_parent:

@@ -189,9 +189,10 @@ class SlotWriter:
         for number, owner, _ in self.native.blockers():
             name = self.arena.control.name_of((number, owner))
             pid = f" (pid {pid_of(owner)})" if isinstance(name, int) else ""
+            mine = ", this process" if owner == self.me else ""
             stopped = ", which is stopped" if self.peers.state(owner) is ProcessState.STOPPED else ""
             names.append(name)
-            holders.append(f"{listed([name])}{pid}{stopped}")
+            holders.append(f"{listed([name])}{pid}{mine}{stopped}")
         version = int(self.native.next_version)
         return ReaderStalled(
             f"version {version} was not written: the slot it needs is held by {', '.join(holders) or 'a reader'}; "
