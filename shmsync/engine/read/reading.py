@@ -12,7 +12,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,13 +33,7 @@ from ...memory.devices import Stream
 from ...memory.manifest import Key
 from ...memory.process import Peers, pid_of, stay_if_exiting
 from ...memory.segment import Handle
-from ..deadlines import (
-    Samples,
-    check_timeout,
-    check_version,
-    deadline_after,
-    slice_until,
-)
+from ..deadlines import Samples, check_timeout, check_version, deadline_after, slice_until
 from ..stats import SubscriberStats
 from .device_sections import end_reads, wait_for_reads
 from .outputs import private
@@ -296,15 +290,13 @@ class ReadPath(_native.Reader):
             raise ProtocolError("close() inside a read section of this Subscriber; leave the section first")
         self._closing += 1
         try:
-            with self.hold_lock():
+            with suppress(ClosedError), self.hold_lock():  # another thread may be quicker
                 wait_for_reads(self.arena, self.name, deadline_after(None, self.timeout))
                 self.retire()
                 try:
                     self.followers.clear()
                 finally:
                     self._finalizer()
-        except ClosedError:
-            pass  # another thread was quicker
         finally:
             self._closing -= 1
 
