@@ -8,7 +8,7 @@ from math import inf as for_ever
 import pytest
 
 import shmsync
-from support.jobs.engine import attach, detach, enter, look, read
+from support.jobs.engine import attach, detach, enter, leave, look, read
 from support.weights import stamped
 
 SHORT = 0.2  # seconds
@@ -31,6 +31,7 @@ def test_a_joining(start, hold, row, point, slots, consistency):
         if row == "dead":
             earlier.kill()  # with its pin
         else:
+            earlier.call(leave)
             earlier.call(detach)  # its row keeps its index until the next one has it
         held = hold(joiner, point).run(attach, pub.handle, worker=WORKER, consistency=consistency)
         pinned = (point, row) == ("claim.owner", "dead")  # its pin is there until it is cleared
