@@ -19,7 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry out the command."""
     (seen,) = look(arguments.name)
     _head(seen)
-    if not (seen.readable or arguments.digest):
+    if not (seen.readable or arguments.digest):  # a digest that there is not is an error, below
         return 0
     say()
     try:

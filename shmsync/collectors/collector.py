@@ -149,7 +149,7 @@ class MultiprocessCollector:
         self._scheme = scheme = weight_sync_scheme
         at_arena = isinstance(scheme, SharedMemWeightSyncScheme) and places == {device_names(scheme.device)[0] or HOST}
         packed = pack(policy, values=not at_arena)  # elsewhere it has private copies
-        self._of_each = [  # what each worker is started with
+        self._worker_args = [  # what each worker is started with
             (cloudpickle.dumps([maker] * count), packed, scheme, device)
             for maker, device in zip(makers, devices, strict=True)
         ]
@@ -267,7 +267,7 @@ class MultiprocessCollector:
     def _start(self) -> None:
         """Start all workers, send them their first weights, and give them their rows of the batches."""
         deadline = time.monotonic() + self._start_timeout
-        members = [self._start_process(index) for index in range(len(self._of_each))]
+        members = [self._start_process(index) for index in range(len(self._worker_args))]
         with self._reasons():
             self._scheme.init_on_sender(
                 "policy",
@@ -305,7 +305,7 @@ class MultiprocessCollector:
     def _start_process(self, index: int, orders: Sequence[int] = ()) -> Member:
         """Start a worker, with the orders of the one whose place it takes."""
         seed = self._seed + index + 7919 * self._restarts  # see _join()
-        self._members[index] = Member(self._context, index, self._of_each[index], seed, self._filled, orders)
+        self._members[index] = Member(self._context, index, self._worker_args[index], seed, self._filled, orders)
         return self._members[index]
 
     def _join(self, member: Member) -> None:
