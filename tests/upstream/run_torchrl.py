@@ -1,13 +1,13 @@
 """Run TorchRL's own tests of weight sync with shmsync's scheme in place of its shared-memory one.
 
-    python tests/upstream/run_torchrl.py [PATH_TO_A_TORCHRL_CHECKOUT] [--both] [--all] [options of pytest]
+    TORCHRL_CHECKOUT=PATH python tests/upstream/run_torchrl.py [--both] [--all] [options of pytest]
 
-Without a path, the environment's TORCHRL_CHECKOUT names the checkout. Where there is none, the run fails, and says how
-to get it: no package of TorchRL contains its tests. The checkout must be of the TorchRL release that is installed;
-nothing of it is copied or changed. --both puts the scheme in place of MultiProcessWeightSyncScheme too. --all runs
-every test of these files; without it a test runs once where its cases differ in the scheme alone.
-Left out is TestCollectorGeneric::test_update_weights, which requires that workers see the trainer's writes before any
-update. TestUpdateParams runs on one device too; TestWeightSyncIntegration sends through a scheme in place of a queue.
+Where there is no checkout, the run fails, and says how to get it: no package of TorchRL contains its tests. The
+checkout must be of the TorchRL release that is installed; nothing of it is copied or changed. --both puts the scheme
+in place of MultiProcessWeightSyncScheme too. --all runs every test of these files; without it a test runs once where
+its cases differ in the scheme alone. Left out is TestCollectorGeneric::test_update_weights, which requires that
+workers see the trainer's writes before any update. TestUpdateParams runs on one device too; TestWeightSyncIntegration
+sends through a scheme in place of a queue.
 """
 
 from __future__ import annotations
@@ -55,6 +55,10 @@ class Swap:
                 for name in names:
                     if name in vars(module):
                         setattr(module, name, ShmWeightSyncScheme)
+        registered = getattr(torchrl.weight_update.weight_sync_schemes, "_WEIGHT_SYNC_SCHEMES", {})  # from_backend()'s
+        for backend, scheme in registered.items():
+            if scheme.__name__ in names:
+                registered[backend] = ShmWeightSyncScheme
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         if not self.everything:
@@ -99,17 +103,15 @@ def _same(item: pytest.Item) -> tuple[str, ...]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=Path, nargs="?")
     parser.add_argument("--both", action="store_true")
     parser.add_argument("--all", action="store_true")
     options, rest = parser.parse_known_args()
-    named = os.environ.get("TORCHRL_CHECKOUT")
-    if options.checkout is None and not (named and Path(named, "test").is_dir()):
+    checkout = Path(os.environ.get("TORCHRL_CHECKOUT", ""))
+    if not (checkout / "test/test_collectors.py").is_file():
         parser.error(
-            f"no tests of TorchRL at TORCHRL_CHECKOUT={named}: git clone -b v{torchrl.__version__} "
+            f"no tests of TorchRL at TORCHRL_CHECKOUT={checkout}: git clone -b v{torchrl.__version__} "
             "https://github.com/pytorch/rl, and set it to that folder"
         )
-    options.checkout = options.checkout or Path(str(named))
     for name in ("torchrl.collectors._multi_base", "torchrl.collectors._evaluator"):
         try:
             importlib.import_module(name)
@@ -117,8 +119,8 @@ def main() -> int:
             pass
     names = ["SharedMemWeightSyncScheme"] + (["MultiProcessWeightSyncScheme"] if options.both else [])
     chosen = sorted({test.split("::")[0] for test in SELECTED}) if options.all else SELECTED
-    paths = [str(options.checkout / test) for test in chosen if (options.checkout / test.split("::")[0]).exists()]
-    common = ["--rootdir", str(options.checkout), "-p", "no:cacheprovider"]
+    paths = [str(checkout / test) for test in chosen if (checkout / test.split("::")[0]).exists()]
+    common = ["--rootdir", str(checkout), "-p", "no:cacheprovider"]
     return pytest.main([*paths, *common, *rest], plugins=[Swap(names, options.all)])
 
 

@@ -1,7 +1,8 @@
 """Extra state, which modules keep beside their tensors (get_extra_state()), as one more leaf of the arena.
 
 As a leaf it changes together with the tensors. A leaf has a fixed shape, so the state is pickled into a uint8 tensor
-with room to grow. A pickle shows its own end.
+with room to grow. A pickle shows its own end. A policy without tensors gets this leaf too, since an arena has one leaf
+at least.
 """
 
 from __future__ import annotations
@@ -41,15 +42,18 @@ def separate(weights: Any) -> tuple[Any, States | None]:
                 for place in walk(weights)
                 if type(place.module).get_extra_state is not nn.Module.get_extra_state
             }
-            if states:
-                return flat(weights), states
+            tensors = flat(weights)
+            if states or not tensors:
+                return tensors, states
             _stateless.add(weights)
     elif isinstance(weights, TensorDictBase):
         if LEAF in weights.keys():  # noqa: SIM118  # a TensorDict iterates over its batch
             return weights.exclude(LEAF), {"": _plain(weights.get(LEAF))}
+        if weights.is_empty():
+            return weights, {}
     elif isinstance(weights, Mapping):
         keys = [key for key in weights if isinstance(key, str) and key.rpartition(".")[2] in (LEAF, STATE_KEY)]
-        if keys:
+        if keys or not weights:
             states = {key.rpartition(".")[0]: _plain(weights[key]) for key in keys}
             return {key: value for key, value in weights.items() if key not in keys}, states
     return weights, None

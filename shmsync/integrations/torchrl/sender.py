@@ -66,7 +66,8 @@ class Arena:
             # All of them if none has a place here, so that publishing them is refused.
             tensors = {".".join(key): tensor for key, tensor in found.items() if key in self.by_key} or tensors
             here = extra_state.states_in(self.publisher.weights.get(extra_state.LEAF)) if self.room else {}
-            states = {path: state for path, state in (states or {}).items() if path in here} or None
+            fitting = {path: state for path, state in (states or {}).items() if path in here}
+            states = fitting or (None if tensors else {})
         if states is None and self.room and isinstance(tensors, nn.Module):
             return extra_state.flat(tensors)  # a module must have every leaf; the state that lies here stays
         return extra_state.together(tensors, states, self.room)

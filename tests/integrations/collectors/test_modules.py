@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from tensordict import TensorDict
 from torch import nn
 
 from support.torchrl import policies
@@ -68,3 +69,12 @@ def test_extra_state_of_several_modules_goes_to_each(collector):
     policy.module.inner.write("more")
     collecting.update_policy_weights_()
     assert notes(collecting) == [[(2, ["inner", "more"]), (2, ["deeper", "still"])]] * 2
+
+
+def test_policy_without_tensors_counts_its_updates(collector):
+    collecting = collector(Acting(nn.Identity()))
+    batches = iter(collecting)
+    next(batches)
+    collecting.update_policy_weights_()
+    collecting.update_policy_weights_(TensorDict())
+    assert set(next(batches)["policy_version"].flatten().tolist()) == {2}
