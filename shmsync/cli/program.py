@@ -38,7 +38,10 @@ still or be dead, and notice nothing.
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments of all commands. `run` is the module and the function of each, imported when it runs."""
+    """The arguments of all commands.
+
+    `run` is the module and the function of each, imported when it runs; `refuse` ends with its usage and a sentence.
+    """
     made = argparse.ArgumentParser(
         prog="shmsync",
         description="Zero-copy weight sync on one machine.",
@@ -50,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
     def command(name: str, what: str, module: str, function: str = "run") -> Callable[..., Any]:
         added = commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
-        added.set_defaults(run=(module, function))
+        added.set_defaults(run=(module, function), refuse=added.error)
         return added.add_argument
 
     add = command("list", "the arenas on this machine, and who publishes them", "listing", "run_list")
@@ -97,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         whole.error("the following arguments are required: COMMAND")
     if rest and arguments.command != "demo":
-        whole.error(f"unrecognised arguments: {' '.join(rest)}")
+        arguments.refuse(f"unrecognised arguments: {' '.join(rest)}")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # no name or command line fails in a narrow encoding
     try:

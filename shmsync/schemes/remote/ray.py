@@ -140,7 +140,10 @@ class RayTransport(RemoteTransport):
     @override
     def start(self, content: Any) -> Any:
         name, argument = self.method
-        return getattr(self.actor, name).remote(**{argument: content}).future()
+        method = getattr(self.actor, name, None)
+        if method is None:
+            raise Failed(f"its class has no method {name}({argument}), which gets the weights; add it to the actor")
+        return method.remote(**{argument: content}).future()
 
     def call(self, function: Callable[..., Any], content: Any = None, *args: Any) -> Any:
         """Call function(content, *args) in the actor's process; the answer is what that returns."""
