@@ -166,8 +166,6 @@ class ModelArenas:
     def _take(self, publishers: dict[int, Publisher]) -> None:
         self.by_group = publishers
         self.newest = writer_of(publishers[ALL])
-        # Weights may lack buffers that are never saved.
-        self._optional = {leaf.key for leaf in self.newest.arena.manifest.leaves if not leaf.saved}
 
     def publish(self, source: Weights, groups: Sequence[int], version: int, readers: int, deadline: float) -> None:
         """Make `source` the newest version for these groups. `version`: at least this number.
@@ -186,13 +184,13 @@ class ModelArenas:
             version += 1
         content = _with_paths(source)
         writers = [writer_of(self.by_group[group]) for group in groups]
-        optional = None if self._scheme.partial else self._optional
+        whole = not self._scheme.partial
         if len(writers) > 1:
             for writer in writers:
-                writer.check_weights(content, deadline, optional)
+                writer.check_weights(content, deadline, whole)
         for writer in writers:
             later = version if version > writer.next_version else None
-            writer.publish(content, deadline, version=later, optional=optional)
+            writer.publish(content, deadline, version=later, whole=whole)
             writer.settle(deadline)  # others are told of this version
             self.newest = writer
         if source is not self.registered and self._outside:

@@ -49,8 +49,9 @@ R = TypeVar("R")
 @run_plainly
 def adopt(writer: Any, publisher: Any, source: Any, optimizers: list[torch.optim.Optimizer]) -> None:
     """As Publisher.adopt(). `publisher`: whose writer it is, and what a step keeps alive."""
+    deadline = deadline_after(None, writer.timeout)
     with writer.lock:
-        writer.ready(deadline_after(None, writer.timeout))
+        writer.ready(deadline)
         adopted = writer.adopted
         if adopted is None:
             adopted = Adoption(source, writer, publisher)
@@ -60,7 +61,12 @@ def adopt(writer: Any, publisher: Any, source: Any, optimizers: list[torch.optim
                 tensor.dtype != views[key].dtype or not same_bytes(tensor, views[key])
                 for key, tensor in writer.plans.collect(source).items()
             ):
-                writer.publish_whole(source)
+                plan = writer.plan_of(source)
+                try:
+                    writer.write(plan, deadline)
+                finally:
+                    plan.release()
+                writer.slots.wait_until_published(deadline)
             adopted.pull(copy=False)
             adopted.watch_next()
             adopted.refuse_other_steps()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,6 @@ from ...errors import (
 from ...memory import segment
 from ...memory.arena import Arena, create
 from ...memory.devices import Device
-from ...memory.manifest import Key
 from ...memory.process import Peers, stay_if_exiting
 from ...memory.torch_modes import plainly
 from ..deadlines import DEFAULT_TIMEOUT, Samples, deadline_after
@@ -169,34 +168,37 @@ class Writer:
         acks: Acks | None = None,
         after: object = None,
         version: int | None = None,
-        optional: Container[Key] | None = None,
+        whole: bool = False,
     ) -> int:
-        """As Publisher.publish(). `version`: this one instead of the next; `optional`: as in check_weights()."""
+        """As Publisher.publish(). `version`: this one instead of the next; `whole`: as in check_weights()."""
         self.check()
         with self.lock:
             if self.closed or self.slots.device is not None or self.native.writing:
                 self.ready(deadline)
             if self.workers.watch is not None:
                 self.workers.watch.before_write()
-            plan = self._plan(weights, optional)
+            plan = self.plan_of(weights, whole)
             try:
-                return self._write(plan, deadline, acks, after, version)
+                version = self.write(plan, deadline, after, version)
             finally:
                 if plan is not None:
                     plan.release()
+            if acks is not None:
+                self.wait_acks(version, acks, deadline)
+            return version
 
-    def check_weights(self, weights: Weights, deadline: float, optional: Container[Key] | None = None) -> None:
+    def check_weights(self, weights: Weights, deadline: float, whole: bool = False) -> None:
         """Raise what publishing these would raise before anything is written.
 
-        `optional`: the leaves that may be missing; None: all.
+        `whole`: no leaf may be missing, but for buffers that are never saved.
         """
         with self.lock:
             self.ready(deadline)
-            plan = self._plan(weights, optional)
+            plan = self.plan_of(weights, whole)
             if plan is not None:
                 plan.release()
 
-    def _plan(self, weights: Weights | None, optional: Container[Key] | None = None) -> CopyPlan | None:
+    def plan_of(self, weights: Weights | None, whole: bool = False) -> CopyPlan | None:
         """The plan of weights that fit; None: the adopted module's, which is made once its parameters are back."""
         source = self.source if weights is None else weights
         if self.adopted is not None:
@@ -210,12 +212,10 @@ class Writer:
             return self.adopted.look()  # its owner may publish it as it is after a failure
         plan = self.plans.find(source)
         try:
-            if optional is not None and not plan.whole:
-                missing = [leaf.name for leaf in plan.lacking if leaf.key not in optional]
-                if missing:
-                    raise ManifestMismatch(
-                        f"the weights lack {', '.join(missing)}; nothing was published, send all of them"
-                    )
+            if whole and not plan.whole and (missing := [leaf.name for leaf in plan.lacking if leaf.saved]):
+                raise ManifestMismatch(
+                    f"the weights lack {', '.join(missing)}; nothing was published, send all of them"
+                )
             if not plan.whole or plan.in_place:
                 self.refuse_poisoned()
         except BaseException:
@@ -223,15 +223,8 @@ class Writer:
             raise
         return plan
 
-    def _write(
-        self,
-        plan: CopyPlan | None,
-        deadline: float,
-        acks: Acks | None = None,
-        after: object = None,
-        version: int | None = None,
-    ) -> int:
-        """Carry out a checked plan; the new version."""
+    def write(self, plan: CopyPlan | None, deadline: float, after: object = None, version: int | None = None) -> int:
+        """Carry out a checked plan; the new version. With the lock, behind ready()."""
         slots, native = self.slots, self.native
         if plan is not None and (after is not None or not plan.conversions.none):
             if self._copied_later(plan) and slots.device is not None:
@@ -264,8 +257,6 @@ class Writer:
             self.adopted.watch_next()
         self.counts.publishes += 1
         self.counts.publish.add(time.perf_counter() - started)
-        if acks is not None:
-            self.wait_acks(version, acks, deadline)
         return version
 
     def _copied_later(self, plan: CopyPlan) -> bool:
@@ -328,17 +319,6 @@ class Writer:
         self.updating_thread = None
         self.counts.updates += 1
         return version
-
-    def publish_whole(self, source: Weights) -> None:
-        """Publish weights that adopt() has checked, and wait until they are. With the lock, behind ready()."""
-        plan, deadline = self.plans.find(source), deadline_after(None, self.timeout)
-        try:
-            if plan.in_place:
-                self.refuse_poisoned()
-            self._write(plan, deadline)
-        finally:
-            plan.release()
-        self.slots.wait_until_published(deadline)
 
     def forget_source(self) -> None:
         """Let go of the constructor's weights: from now on publish() must be given some."""
