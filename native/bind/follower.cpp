@@ -16,13 +16,6 @@ std::uintptr_t address_of(nb::handle tensor) {
   return nb::cast<std::uintptr_t>(tensor.attr("data_ptr")());  // this torch has no exchange table
 }
 
-// torch.func's transforms would wrap even what `tensor.data = x` is given.
-bool transforms_are_on() {
-  static const nb::handle modes_are_on =
-      nb::object(nb::module_::import_("shmsync.memory.torch_modes").attr("modes_are_on")).release();
-  return nb::cast<bool>(modes_are_on());
-}
-
 }  // namespace
 
 Follower::Follower(nb::object module, nb::list parameters, nb::dict store, nb::object name, nb::list buffers,
@@ -104,7 +97,7 @@ bool Follower::renew(std::uint32_t slot) {
 }
 
 bool Follower::is_ready(std::uint32_t slot) const {
-  return simple && knows(slot) && !module_().is_none() && in_place() && (shown_ == slot || !transforms_are_on());
+  return simple && knows(slot) && !module_().is_none() && in_place();
 }
 
 void clear_caches() {

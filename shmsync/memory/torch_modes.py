@@ -1,9 +1,8 @@
 """Running torch operations on real memory, whatever modes the caller has switched on.
 
-A user may call us under torch.device("meta"), set_default_device(), inference_mode(), a TorchFunctionMode, a
-TorchDispatchMode such as FakeTensorMode, or inside torch.func.grad and vmap. Each of them changes what an operation
-makes, or whether it is carried out at all: under FakeTensorMode copy_() copies nothing. Whatever we make or copy is
-made and copied inside plainly().
+A user may call us under torch.device("meta"), set_default_device(), inference_mode(), a TorchFunctionMode, or a
+TorchDispatchMode such as FakeTensorMode. Each of them changes what an operation makes, or whether it is carried out at
+all: under FakeTensorMode copy_() copies nothing. Whatever we make or copy is made and copied inside plainly().
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import functools
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -20,23 +19,6 @@ from .. import _native
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def _transforms() -> Any:
-    """The dispatch keys with which torch.func wraps what is made inside it; None: this torch does not show them."""
-    try:
-        front, back = (
-            torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"FuncTorchDynamicLayer{end}Mode"))
-            for end in ("Front", "Back")
-        )
-        with torch._C._ExcludeDispatchKeyGuard(front | back):
-            return front | back
-    except (AttributeError, TypeError):
-        return None
-
-
-_TRANSFORMS = _transforms()
-_level = getattr(torch._C._functorch, "maybe_current_level", None)
 
 
 _changes = operator.attrgetter("_version")  # how often a tensor was written into
@@ -62,15 +44,9 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def modes_are_on() -> bool:
-    """Is there a torch.func transform, which would wrap even what `tensor.data = x` is given? A look of 50 ns."""
-    return _level is not None and _level() is not None
-
-
 _MAKERS = (
     torch._C.DisableTorchFunction,  # what torch.overrides and torch.utils._python_dispatch are made of
     torch._C._DisableTorchDispatch,
-    *(() if _TRANSFORMS is None else (partial(torch._C._ExcludeDispatchKeyGuard, _TRANSFORMS),)),
     # Tensors made in inference mode could never be trained. Leaving it also puts the gradients' mode back.
     partial(torch._C._InferenceMode, False),
 )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
@@ -23,7 +22,7 @@ from ...errors import ManifestMismatch, ProtocolError
 from ...memory.arena import Arena
 from ...memory.devices import assign, has_address, holding, laid_out
 from ...memory.manifest import Key
-from ...memory.torch_modes import counts_changes, modes_are_on, plainly, run_plainly
+from ...memory.torch_modes import counts_changes, plainly, run_plainly
 from ..converting import Crossing
 from ..read.reading import ReadPath
 from ..source.leaf_check import is_wrapper
@@ -141,8 +140,7 @@ class Binding(_native.Follower):
             made, on_host = self._arena.views(slot), self._arena.on_device is None
             address = self._arena.readonly_address(slot) if on_host else 0
             self.learn(slot, [made[key] for key in self._viewed_keys], address)
-        with plainly() if modes_are_on() else nullcontext():
-            self.show(slot)  # 0.1 to 0.2 µs a tensor
+        self.show(slot)  # 0.1 to 0.2 µs a tensor
         if self.copied or self._empty:
             self._renew_copies(slot)
         self.simple = not (self._devices or self._empty) and self._arena.on_device is None
