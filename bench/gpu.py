@@ -23,7 +23,6 @@ import torch
 from common import Row, timed
 
 import shmsync
-from shmsync.engine.bind.binding import ModuleCheck
 from shmsync.engine.bind.guard import bind
 from shmsync.engine.subscriber import reader_of
 from shmsync.memory.cuda import refused
@@ -139,8 +138,7 @@ def fetch(size: str, shape: str) -> Iterator[Row]:
         shmsync.Publisher(source, slots=2, device="cpu", timeout=common.PATIENCE) as pub,
         shmsync.Subscriber(pub.handle, timeout=common.PATIENCE) as sub,
     ):
-        reader = reader_of(sub)
-        bind(reader, module, False, ModuleCheck(reader.arena, reader.name, copies=True), clones=True)
+        bind(reader_of(sub), module, [], copies=True)
         for _ in range(AIMS):
             for tensor in source.values():
                 tensor.fill_(pub.version + 1)

@@ -17,7 +17,7 @@ from ..memory import attaching
 from ..memory.manifest import Key
 from ..memory.process import Peers
 from ..memory.segment import Handle
-from .bind.binding import ModuleCheck, bindable
+from .bind.binding import bindable
 from .bind.compiled import skip
 from .bind.guard import bind
 from .bind.guarded_methods import calls_of
@@ -251,8 +251,8 @@ class Subscriber(_native.ReadMethods):  # with read() and refresh(): native/bind
                 f"no call of this {type(module).__name__} can be guarded: it has no forward(), no submodule and no "
                 "method of its own. Use bind(module, guard=False), and put what uses it in `with sub.read():`"
             )
-        check = ModuleCheck(reader.arena, self.name, prefix=tuple(prefix.split(".")) if prefix else ())
-        return bind(reader, module, calls, check, clones=clone_outputs)
+        below = tuple(prefix.split(".")) if prefix else ()
+        return bind(reader, module, calls, clones=clone_outputs, prefix=below)
 
     def on_version(self, fn: Callable[[int], object]) -> None:
         """Call fn(version) once for each version that this process applies from now on.

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from ..engine.bind.binding import ModuleCheck, bindable
+from ..engine.bind.binding import bindable, fit_of
 from ..engine.bind.guard import bind
 from ..engine.bind.guarded_methods import calls_of
 from ..engine.subscriber import Subscriber, reader_of
@@ -58,14 +58,11 @@ class Attachment:
     def check_whole(self, model: Any) -> None:
         """Raise ManifestMismatch, with nothing changed, unless the model has exactly the arena's leaves."""
         if isinstance(model, nn.Module):
-            self._check_of(model, whole=True).fit(bindable(model))
+            reader = reader_of(self.subscriber)
+            copies = lies_elsewhere(model, reader.arena.device)
+            fit_of(bindable(model), reader.arena, reader.name, copies=copies, whole=True)
         else:
             WeightStrategy().check_weights(model, self.subscriber.weights)
-
-    def _check_of(self, model: nn.Module, *, whole: bool = False) -> ModuleCheck:
-        reader = reader_of(self.subscriber)
-        elsewhere = lies_elsewhere(model, reader.arena.device)
-        return ModuleCheck(reader.arena, reader.name, copies=elsewhere, whole=whole)
 
     def bind(self, model: Any) -> None:
         """Let the model use the arena: a module for good, anything else gets a copy of this version."""
@@ -73,8 +70,8 @@ class Attachment:
             with self.subscriber.read() as section:
                 self._strategy.apply_weights(model, section.weights)
         elif self._bound is None or self._bound() is not model:
-            check = self._check_of(model)
-            bind(reader_of(self.subscriber), model, calls_of(model), check, clones=True)
+            reader = reader_of(self.subscriber)
+            bind(reader, model, calls_of(model), copies=lies_elsewhere(model, reader.arena.device))
             self._bound = weakref.ref(model)
 
     def close(self) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import torch
@@ -259,78 +258,79 @@ class Fit(NamedTuple):
         return not self.copies and isinstance(tensor, nn.Parameter)
 
 
-@dataclass(eq=False)
-class ModuleCheck:
-    """How modules are bound to an arena; finds the tensors of one, and checks them.
+@run_plainly
+def fit_of(
+    module: nn.Module,
+    arena: Arena,
+    name: str,
+    *,
+    copies: bool = False,
+    absent: Collection[Key] = (),
+    prefix: Key = (),
+    whole: bool = False,
+) -> Fit:
+    """The tensors of a module that move with the version. Raises ManifestMismatch when it does not fit.
+
+    Buffers that are in no state_dict() are the module's own.
 
     Args:
-        arena, name: what they are bound to.
+        module: it is not changed.
+        arena, name: what it is to be bound to.
         copies: parameters become private copies too, as buffers are, on the device they are on.
         absent: leaves of the arena that are no tensors of the module.
         prefix: the module's leaves are those below this key path.
         whole: all of its leaves are in the arena, also in one that was made for a part of some weights.
     """
+    refuse_max_norm(
+        module,
+        "but bound weights are read-only. Normalise in the trainer, build the worker's module without max_norm",
+    )
+    leaves = arena.manifest.by_key
+    found = {(*prefix, *key): tensor for key, tensor in collect(module, EVERYTHING).items()}
+    lazy = [".".join(key) for key, each in found.items() if is_lazy(each)]
+    if lazy:
+        raise ProtocolError(f"{lazy[0]} is not initialised yet, in a lazy module; run it once before binding it")
+    unsaved = found.keys() & {(*prefix, *key) for key in not_saved(module)}
+    unsaved |= {key for key, leaf in leaves.items() if not leaf.saved}
+    empty = {key: tensor for key, tensor in found.items() if key in unsaved and tensor.is_meta}
+    for key in empty:
+        if key not in leaves:
+            raise ManifestMismatch(
+                f"{'.'.join(key)} is on the meta device, and arena {name!r} cannot fill it: a state_dict() "
+                "has no buffers with persistent=False. Publish the module itself, or give the buffer values first"
+            )
+    saved = without(leaves, unsaved)
+    tensors = respelled(without(found, unsaved), saved)
+    second = second_names(tensors, saved)
+    own = without(tensors, second)
+    if arena.manifest.filtered and not whole:
+        own = {key: tensor for key, tensor in own.items() if key in saved}
+    outside = {key for key in leaves if key[: len(prefix)] != prefix}
+    _refuse_misfit(own | empty, arena, name, beside={*absent, *unsaved, *outside}, copies=copies)
+    moved = [*own.items(), *((first, tensors[key]) for key, first in second.items())]
+    refuse_views({".".join(key): tensor for key, tensor in found.items()}, {id(tensor) for _, tensor in moved})
+    return Fit(moved, list(empty.items()), copies)
 
-    arena: Arena
-    name: str
-    _: KW_ONLY
-    copies: bool = False
-    absent: Collection[Key] = ()
-    prefix: Key = ()
-    whole: bool = False
 
-    @run_plainly
-    def fit(self, module: nn.Module) -> Fit:
-        """The tensors that move with the version. Raises ManifestMismatch when the module does not fit.
+def _refuse_misfit(
+    tensors: Mapping[Key, torch.Tensor], arena: Arena, name: str, *, beside: Collection[Key], copies: bool
+) -> None:
+    """Raise ManifestMismatch when these cannot show what the arena has under their keys, or leave one out.
 
-        Buffers that are in no state_dict() are the module's own.
-        """
-        refuse_max_norm(
-            module,
-            "but bound weights are read-only. Normalise in the trainer, build the worker's module without max_norm",
-        )
-        leaves, prefix = self.arena.manifest.by_key, self.prefix
-        found = {(*prefix, *key): tensor for key, tensor in collect(module, EVERYTHING).items()}
-        lazy = [".".join(key) for key, each in found.items() if is_lazy(each)]
-        if lazy:
-            raise ProtocolError(f"{lazy[0]} is not initialised yet, in a lazy module; run it once before binding it")
-        unsaved = found.keys() & {(*prefix, *key) for key in not_saved(module)}
-        unsaved |= {key for key, leaf in leaves.items() if not leaf.saved}
-        empty = {key: tensor for key, tensor in found.items() if key in unsaved and tensor.is_meta}
-        for key in empty:
-            if key not in leaves:
-                raise ManifestMismatch(
-                    f"{'.'.join(key)} is on the meta device, and arena {self.name!r} cannot fill it: a state_dict() "
-                    "has no buffers with persistent=False. Publish the module itself, or give the buffer values first"
-                )
-        saved = without(leaves, unsaved)
-        tensors = respelled(without(found, unsaved), saved)
-        second = second_names(tensors, saved)
-        own = without(tensors, second)
-        if self.arena.manifest.filtered and not self.whole:
-            own = {key: tensor for key, tensor in own.items() if key in saved}
-        self._refuse_misfit(own | empty, unsaved)
-        moved = [*own.items(), *((first, tensors[key]) for key, first in second.items())]
-        refuse_views({".".join(key): tensor for key, tensor in found.items()}, {id(tensor) for _, tensor in moved})
-        return Fit(moved, list(empty.items()), self.copies)
-
-    def _refuse_misfit(self, tensors: Mapping[Key, torch.Tensor], unsaved: Collection[Key]) -> None:
-        """Raise ManifestMismatch when these cannot show what the arena has under their keys, or leave one out."""
-        arena, by_key, prefix = self.arena, self.arena.manifest.by_key, self.prefix
-        outside = {key for key in by_key if key[: len(prefix)] != prefix}
-        beside = {*self.absent, *unsaved} | outside  # leaves that are no tensors of the module
-        meta = {key: t for key, t in tensors.items() if t.device.type == "meta" and not is_wrapper(t)}
-        proxies = {key: torch.empty_like(t, device="cpu") for key, t in meta.items()}
-        given = {**{key: view for key, view in arena.views(0).items() if key in beside}, **tensors, **proxies}
-        problems = mismatches(given, arena, partial=False, source_is="module")
-        if not self.copies:
-            problems += [f"{each}; move it there" for each in elsewhere(tensors, arena)]
-        problems = problems or tied_apart(tensors, arena, "module")
-        if problems:
-            cure = dtype_cure(given, arena, problems)
-            if any(key not in by_key for key in given):
-                cure += "\nTo publish a part of a model, make it from the model: Publisher(model, include=[...])."
-            raise ManifestMismatch(describe_problems(problems, f"arena {self.name!r}", "the module to bind") + cure)
+    `beside`: leaves that are no tensors of the module.
+    """
+    meta = {key: t for key, t in tensors.items() if t.device.type == "meta" and not is_wrapper(t)}
+    proxies = {key: torch.empty_like(t, device="cpu") for key, t in meta.items()}
+    given = {**{key: view for key, view in arena.views(0).items() if key in beside}, **tensors, **proxies}
+    problems = mismatches(given, arena, partial=False, source_is="module")
+    if not copies:
+        problems += [f"{each}; move it there" for each in elsewhere(tensors, arena)]
+    problems = problems or tied_apart(tensors, arena, "module")
+    if problems:
+        cure = dtype_cure(given, arena, problems)
+        if any(key not in arena.manifest.by_key for key in given):
+            cure += "\nTo publish a part of a model, make it from the model: Publisher(model, include=[...])."
+        raise ManifestMismatch(describe_problems(problems, f"arena {name!r}", "the module to bind") + cure)
 
 
 def refuse_views(named: Mapping[str, torch.Tensor], moving: set[int]) -> None:

@@ -10,7 +10,7 @@ import copy
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
@@ -20,24 +20,34 @@ from torch import nn
 
 from ... import _native
 from ...errors import ProtocolError
+from ...memory.manifest import Key
 from ..read.outputs import private
 from ..read.reading import ReadPath
 from ..source.leaf_check import is_a
 from ..source.wrappers import modules_in
-from .binding import Binding, ModuleCheck, bindable, bound_to, taken_over
+from .binding import Binding, bindable, bound_to, fit_of, taken_over
 from .compiled import call, covers, disable, first_frames, skip
 from .guarded_methods import CALL, GuardedCall
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def bind(reader: ReadPath, module: M, calls: Sequence[GuardedCall], check: ModuleCheck, *, clones: bool) -> M:
-    """As Subscriber.bind(), with these calls guarded; `check` says how the tensors of the module move."""
+def bind(
+    reader: ReadPath,
+    module: M,
+    calls: Sequence[GuardedCall],
+    *,
+    clones: bool = True,
+    copies: bool = False,
+    absent: Collection[Key] = (),
+    prefix: Key = (),
+) -> M:
+    """As Subscriber.bind(), with these calls guarded. `clones`: clone_outputs; `copies`, `absent`: as in fit_of()."""
     bound = bindable(module)
     # No call is under way while the tensors change hands.
     with reader.hold_lock():
         reader.followers[:] = [each for each in reader.followers if each.owners()]
-        fit = check.fit(bound)
+        fit = fit_of(bound, reader.arena, reader.name, copies=copies, absent=absent, prefix=prefix)
         replaced = taken_over(bound, fit, reader)
         before = list(reader.followers)
         # What fits no more would be an error at the entry of the section.

@@ -19,7 +19,7 @@ from torch import nn
 from torchrl._utils import WEIGHT_SYNC_TIMEOUT
 from torchrl.collectors import BaseCollector
 
-from ...engine.bind.binding import Binding, ModuleCheck, bindable
+from ...engine.bind.binding import Binding, bindable
 from ...engine.bind.guard import Proxy, bind
 from ...engine.bind.guarded_methods import CALL, GuardedCall, calls_of
 from ...engine.deadlines import SLICE
@@ -200,13 +200,11 @@ class Receiver:
 
 
 def _bind(reader: ReadPath, module: nn.Module) -> None:
-    copies = lies_elsewhere(module, reader.arena.device)
-    check = ModuleCheck(reader.arena, reader.name, copies=copies, absent=[extra_state.KEY])
     try:
         calls = calls_of(module)
     except ProtocolError:  # a method cannot be guarded; collectors call the policy itself
         calls = [GuardedCall(module, CALL), GuardedCall(module, "forward")]
-    bind(reader, module, calls, check, clones=True)
+    bind(reader, module, calls, copies=lies_elsewhere(module, reader.arena.device), absent=[extra_state.KEY])
     for cover in reader.covers:
         if cover.is_of(module):
             cover.gradients_checked = True  # gradients are the collector's choice, and no reason for a warning

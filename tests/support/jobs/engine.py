@@ -7,7 +7,6 @@ import tempfile
 
 import shmsync
 from shmsync.engine.bind import guard as guards
-from shmsync.engine.bind.binding import ModuleCheck
 from shmsync.engine.bind.guarded_methods import calls_of
 from support.weights import Counting, fill, stamped, stamps
 
@@ -34,9 +33,7 @@ def run_with_stderr(state, source, name, file):
 
 def bind_copies(sub, module, guard=True):
     """As schemes bind a module that is on another device than the arena."""
-    reader = sub._reader
-    calls = calls_of(module) if guard else []
-    return guards.bind(reader, module, calls, ModuleCheck(reader.arena, reader.name, copies=True), clones=True)
+    return guards.bind(sub._reader, module, calls_of(module) if guard else [], copies=True)
 
 
 def open_arena(state, version=1, *, words=4096, first_version=1, **kwargs):
