@@ -15,7 +15,8 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -34,7 +35,6 @@ from ..source.manifest_check import (
     mismatches,
     overlapping,
     same_bytes,
-    same_layout,
     shown_by_others,
     tied_apart,
     untied,
@@ -55,6 +55,7 @@ def adopt(writer: Any, publisher: Any, source: Any, optimizers: list[torch.optim
         adopted = writer.adopted
         if adopted is None:
             adopted = Adoption(source, writer, publisher)
+            placement = adopted.placement()
             adopted.check_optimizers(optimizers)
             views = writer.arena.views(0)
             if writer.native.poisoned or any(
@@ -67,7 +68,7 @@ def adopt(writer: Any, publisher: Any, source: Any, optimizers: list[torch.optim
                 finally:
                     plan.release()
                 writer.slots.wait_until_published(deadline)
-            adopted.pull(copy=False)
+            placement.apply(copy=False)
             adopted.watch_next()
             adopted.refuse_other_steps()
             writer.adopted, writer.source = adopted, source
@@ -82,7 +83,7 @@ class Adoption:
     """The module, or TensorDict, whose parameters are views of one arena's only slot.
 
     Args:
-        source: to adopt; nothing is changed before look() and pull().
+        source: to adopt; nothing is changed before its first placement() is applied.
         writer: of the arena.
         publisher: whose update() writes it; held weakly, for the module does not keep it.
 
@@ -96,18 +97,15 @@ class Adoption:
         self._publisher = weakref.ref(publisher)
         arena, name = self._arena, self.name
         self._views = arena.views(0, writable=True)
-        self._placed: dict[Key, torch.Tensor] = {}
-        self._plan: CopyPlan | None = None  # None: look at everything
-        self._pending: dict[Key, torch.Tensor] | None = None
+        self._plan: CopyPlan | None = None  # of the buffers; None: see where the parameters are
         self._loading: int | None = None  # the thread that is in load()
-        self._loaded: set[int] = set()  # ids of parameters that are in private copies of load()
         self._undo: list[Callable[[], object]] = []  # what restore() gives back besides the parameters
         self._watched: list[torch.Tensor] | None = []  # for stray writes, one at a time; None: one was warned of
         self._turn = 0  # which of them is watched now
         self._writes = 0  # into it, so far
-        placed = self._fitting()
+        self._placed = self._fitting()
         theirs = mapped_ranges()
-        for key, tensor in placed.items():
+        for key, tensor in self._placed.items():
             if lies_in(tensor, theirs):
                 raise ProtocolError(
                     f"{'.'.join(key)} shows the memory of an arena already: its module is adopted by another "
@@ -118,7 +116,6 @@ class Adoption:
                     f"{'.'.join(key)} lies in another memory order, strides {tensor.stride()}, than in arena {name!r}, "
                     f"{strides}; make the Publisher of the module that it adopts"
                 )
-        self.look()
 
     def _inside(self) -> bool:
         """May the calling thread write the parameters: is it in update(), or is the arena closed?"""
@@ -161,61 +158,37 @@ class Adoption:
             raise _misfit(self.name, problems)
         return placed
 
-    def look(self) -> CopyPlan | None:
-        """The plan that copies the buffers, if all parameters are in their places; else pull() brings them back first.
+    def plan(self) -> CopyPlan | Placement:
+        """How the buffers are copied, if all parameters are in the slab; else what brings them back first."""
+        if self._plan is not None and self._plan.match(self.source):
+            return self._plan
+        self._plan = None
+        return self.placement()
+
+    def placement(self) -> Placement:
+        """Find the parameters that are not in the slab.
 
         Raises, before anything is changed, ManifestMismatch for tensors that do not fit, and ProtocolError while a
         tensor outside the source shows what would be overwritten.
         """
-        if self._pending is None and self._plan is not None and self._plan.match(self.source):
-            return self._plan
-        self._pending = self._plan = None
         placed = self._fitting()
-        away = self._away(placed)
-        leaving = self._leaving(placed, away)
+        away = {key for key, tensor in placed.items() if not _shows(tensor, self._views[key])}
+        leaving = [old for key, old in self._placed.items() if key in away and placed[key] is not old]
         views = list(self._views.values())
-        staying = [tensor for key, tensor in placed.items() if key not in away]
-        replaced = {key for key in away if id(placed[key]) not in self._loaded}  # as a load in place, views may see it
         # Torch counts the tensors over the slab, and does not say which part each of them shows.
-        if replaced and shown_by_others([*views, *staying, *leaving, *(placed[key] for key in away)], views):
+        if away and shown_by_others([*views, *leaving, *placed.values()], views):
             raise ProtocolError(
                 f"{', '.join(sorted(map('.'.join, away)))} of the adopted module would overwrite memory of arena "
                 f"{self.name!r} while a tensor outside the module shows the arena: a view, a backup `p.data`, or what "
                 "swap_tensors() took out. Delete it, or keep its clone() instead, then repeat the call"
             )
-        self._pending = placed
-        return None
+        return Placement(self, self._arena, placed, away, leaving)
 
-    def _away(self, placed: Mapping[Key, torch.Tensor]) -> set[Key]:
-        by_key = self._arena.manifest.by_key
-        return {
-            key
-            for key, tensor in placed.items()
-            if tensor.data_ptr() != self._views[key].data_ptr() or not same_layout(tensor, by_key[key])
-        }
-
-    def _leaving(self, placed: Mapping[Key, torch.Tensor], away: set[Key]) -> list[torch.Tensor]:
-        """Parameters that the source has no more, at places that are overwritten."""
-        return [old for key, old in self._placed.items() if key in away and placed[key] is not old]
-
-    @run_plainly
-    def pull(self, *, copy: bool = True) -> CopyPlan:
-        """Bring back what look() has found away, while readers are kept out; the plan that copies the buffers."""
-        placed, self._pending = self._pending, None
-        assert placed is not None
-        away = self._away(placed)
-        for old in self._leaving(placed, away):
-            old.data = old.data.clone()  # what was replaced keeps its values
-        if copy:  # two that changed places read each other's
-            slab = self._arena.ranges()
-            values = {key: placed[key].data.clone() if lies_in(placed[key], slab) else placed[key].data for key in away}
-            for key, value in values.items():
-                assign(self._views[key], value)
-        moving = list(away)
-        _native.set_data([placed[key] for key in moving], [self._views[key] for key in moving])
-        self._placed = placed
+    def record(self, parameters: dict[Key, torch.Tensor]) -> CopyPlan:
+        """These are the source's parameters, all in the slab now; the plan that copies its buffers."""
+        self._placed = parameters
         if self._watched is not None:
-            self._watched = [tensor for tensor in placed.values() if counts_changes(tensor)]
+            self._watched = [tensor for tensor in parameters.values() if counts_changes(tensor)]
             self.watch_next()
         if isinstance(self.source, nn.Module):
             self._guard_loads(self.source)
@@ -263,12 +236,9 @@ class Adoption:
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raise ValueError for one that steps no parameter of the source."""
-        own = {id(tensor) for tensor in self._placed.values()} or {
-            id(tensor) for tensor in (self._pending or {}).values()
-        }
         for optimizer in optimizers:
             stepped = [id(tensor) for group in optimizer.param_groups for tensor in group["params"]]
-            if own.isdisjoint(stepped):
+            if {id(tensor) for tensor in self._placed.values()}.isdisjoint(stepped):
                 raise ValueError(
                     f"the optimizer steps {len(stepped)} parameter(s), none of them of the module to adopt; pass the "
                     "optimizer of this module"
@@ -322,15 +292,20 @@ class Adoption:
             private = [copies.setdefault(view.data_ptr(), view.clone()) for _, view in placed]
             _native.set_data([tensor for tensor, _ in placed], private)
         self._loading = threading.get_ident()
-        self._loaded = {id(tensor) for tensor, _ in placed if tensor.numel()}
         try:
             result = run()
+            with plainly():  # what it has loaded in place goes back, and gets the values while readers are kept out
+                kept = {id(tensor) for store in stores for tensor in store.values()}
+                pairs = zip(placed, private, strict=True)
+                loaded = [pair for pair, copy in pairs if id(pair[0]) in kept and _shows(pair[0], copy)]
+                _native.set_data([tensor for tensor, _ in loaded], [view for _, view in loaded])
             self.watch_next()  # it has written into private copies
-            if not self._inside():
-                with publisher.update():  # takes the parameters in
-                    pass
-            elif self.look() is None:  # now: what the body writes next comes later
-                self.pull()
+            with nullcontext() if self._inside() else publisher.update():
+                if isinstance(plan := self.plan(), Placement):  # now: what the body writes next comes later
+                    plan.apply()
+                with plainly():
+                    for _, view in loaded:
+                        assign(view, copies[view.data_ptr()])
             return result
         except BaseException:
             with plainly():
@@ -340,12 +315,38 @@ class Adoption:
                 for tensor, value in values:
                     copy_into(tensor, value)
                 _native.set_data([tensor for tensor, _ in placed], [view for _, view in placed])
-            self._pending = self._plan = None
+            self._plan = None
             raise
         finally:
             self._loading = None
-            self._loaded.clear()
             self.watch_next()
+
+
+class Placement(NamedTuple):
+    """The parameters that an adopted module has, all checked; apply() brings into the slab those that lie elsewhere."""
+
+    adoption: Adoption
+    arena: Arena
+    parameters: dict[Key, torch.Tensor]
+    away: set[Key]  # of the parameters: those that lie elsewhere
+    leaving: list[torch.Tensor]  # parameters that the module has no more, at places that are overwritten
+
+    @run_plainly
+    def apply(self, *, copy: bool = True) -> CopyPlan:
+        """Bring back what is away, while readers are kept out; the plan that copies the buffers."""
+        for old in self.leaving:
+            old.data = old.data.clone()  # what was replaced keeps its values
+        views, slab = self.arena.views(0, writable=True), self.arena.ranges()
+        moving = [(self.parameters[key], views[key]) for key in self.away]
+        if copy:  # two that changed places read each other's
+            values = [tensor.data.clone() if lies_in(tensor, slab) else tensor.data for tensor, _ in moving]
+            for (_, view), value in zip(moving, values, strict=True):
+                assign(view, value)
+        _native.set_data([tensor for tensor, _ in moving], [view for _, view in moving])
+        return self.adoption.record(self.parameters)
+
+    def release(self) -> None:
+        """As CopyPlan.release(): there is none yet."""
 
 
 class _Loading(Proxy):
@@ -375,6 +376,12 @@ class _Loading(Proxy):
 
     def __reduce__(self) -> Any:
         return getattr, (self.module, self.method)  # a pickled module loads without this package
+
+
+def _shows(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    """Does it show the memory of this view, as the view does?"""
+    here = (tensor.data_ptr(), tensor.shape, tensor.stride()) == (view.data_ptr(), view.shape, view.stride())
+    return here and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _all_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

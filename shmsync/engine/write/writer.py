@@ -36,14 +36,13 @@ from ..source.dtypes import Dtypes
 from ..source.sources import Filter, Weights, manifest_of
 from ..stats import PublisherStats
 from .acks import AckingWorkers, Acks
+from .adoption import Adoption, Placement
 from .copy_plan import CopyPlan, PlanCache
 from .device_writes import DeviceWrites, wait_for_sources
 from .slot_writer import SlotWriter
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
-
-    from .adoption import Adoption
 
 _LAST_VERSION = 1.0  # seconds for one that is under way when the process ends
 
@@ -181,8 +180,7 @@ class Writer:
             try:
                 version = self.write(plan, deadline, after, version)
             finally:
-                if plan is not None:
-                    plan.release()
+                plan.release()
             if acks is not None:
                 self.wait_acks(version, acks, deadline)
             return version
@@ -194,12 +192,10 @@ class Writer:
         """
         with self.lock:
             self.ready(deadline)
-            plan = self.plan_of(weights, whole)
-            if plan is not None:
-                plan.release()
+            self.plan_of(weights, whole).release()
 
-    def plan_of(self, weights: Weights | None, whole: bool = False) -> CopyPlan | None:
-        """The plan of weights that fit; None: the adopted module's, which is made once its parameters are back."""
+    def plan_of(self, weights: Weights | None, whole: bool = False) -> CopyPlan | Placement:
+        """How weights that fit are copied; of an adopted module perhaps what brings its parameters back first."""
         source = self.source if weights is None else weights
         if self.adopted is not None:
             if source is not self.adopted.source:
@@ -209,7 +205,7 @@ class Writer:
                     "these weights",
                     version=self.next_version,
                 )
-            return self.adopted.look()  # its owner may publish it as it is after a failure
+            return self.adopted.plan()  # its owner may publish it as it is after a failure
         plan = self.plans.find(source)
         try:
             if whole and not plan.whole and (missing := [leaf.name for leaf in plan.lacking if leaf.saved]):
@@ -223,10 +219,12 @@ class Writer:
             raise
         return plan
 
-    def write(self, plan: CopyPlan | None, deadline: float, after: object = None, version: int | None = None) -> int:
+    def write(
+        self, plan: CopyPlan | Placement, deadline: float, after: object = None, version: int | None = None
+    ) -> int:
         """Carry out a checked plan; the new version. With the lock, behind ready()."""
-        slots, native = self.slots, self.native
-        if plan is not None and (after is not None or not plan.conversions.none):
+        slots, native, adopted = self.slots, self.native, self.adopted
+        if isinstance(plan, CopyPlan) and (after is not None or not plan.conversions.none):
             if self._copied_later(plan) and slots.device is not None:
                 slots.device.order(plan, after)
             else:
@@ -238,9 +236,8 @@ class Writer:
             if version is not None or device is not None or not native.begin():
                 slots.begin(deadline, version)
             slots.touched = True
-            if plan is None:
-                assert self.adopted is not None
-                plan = self.adopted.pull()
+            if not isinstance(plan, CopyPlan):
+                plan = plan.apply()
             if self.arena.slots > 1:
                 slots.carry(plan.given)
             slot = native.slot
@@ -253,8 +250,8 @@ class Writer:
         except BaseException:  # an interrupt may land anywhere
             slots.undo()
             raise
-        if self.adopted is not None:
-            self.adopted.watch_next()
+        if adopted is not None:
+            adopted.watch_next()
         self.counts.publishes += 1
         self.counts.publish.add(time.perf_counter() - started)
         return version
@@ -288,19 +285,19 @@ class Writer:
         self.refuse_poisoned()
         if self.workers.watch is not None:
             self.workers.watch.before_write()
-        looked = None
+        plan = None
         if self.adopted is not None:
             self.adopted.warn_of_stray_writes()
-            looked = self.adopted.look()
+            plan = self.adopted.plan()
         slots = self.slots
         weights = self.arena.weights(0, writable=True)  # the first time it imports tensordict: before the gate closes
         slots.begin(deadline)
         if self.arena.slots > 1:
             slots.carry(None)
             weights = self.arena.weights(self.native.slot, writable=True)
-        elif self.adopted is not None and looked is None:
+        elif isinstance(plan, Placement):
             slots.touched = True
-            self.adopted.pull()
+            plan.apply()
         if slots.device is not None:
             slots.device.open_to()
         slots.touched = True
@@ -310,7 +307,9 @@ class Writer:
     def end_update(self) -> int:
         """Publish what the body of an update() has written; the new version."""
         if self.adopted is not None:
-            plan = self.adopted.look() or self.adopted.pull()  # the body may have replaced tensors too
+            plan = self.adopted.plan()
+            if isinstance(plan, Placement):  # the body has replaced tensors
+                plan = plan.apply()
             plan.copy_to(self.slots.addresses[0], 0)
             plan.release()
             self.counts.bytes_copied += plan.nbytes

@@ -73,9 +73,11 @@ def test_loading_is_a_version_or_joins_the_update_of_its_thread(adopted, part, a
     pub, sub = adopted(module)
     target = module.get_submodule(part)
     for version, joins in ((2, False), (3, True), (4, False)):
+        state = doubled(target)
         with pub.update() if joins else contextlib.nullcontext():
-            target.load_state_dict(doubled(target), assign=assign)
+            target.load_state_dict(state, assign=assign)
         assert pub.version == version
+        assert all(torch.equal(state[name], tensor) for name, tensor in target.state_dict().items())
         shown = sub.snapshot().weights
         assert all(torch.equal(shown[tuple(name.split("."))], t) for name, t in module.state_dict().items())
     pub.close()
