@@ -225,10 +225,10 @@ class Writer:
         """Carry out a checked plan; the new version. With the lock, behind ready()."""
         slots, native, adopted = self.slots, self.native, self.adopted
         if isinstance(plan, CopyPlan) and (after is not None or not plan.conversions.none):
-            if self._copied_later(plan) and slots.device is not None:
-                slots.device.order(plan, after)
-            else:
+            if (copier := self._device_copying(plan)) is None:
                 wait_for_sources(plan, after, deadline, self.name)
+            else:
+                copier.order(plan, after)
         device, started = slots.device, time.perf_counter()
         try:
             slots.touched = False
@@ -256,15 +256,19 @@ class Writer:
         self.counts.publish.add(time.perf_counter() - started)
         return version
 
-    def _copied_later(self, plan: CopyPlan) -> bool:
-        """Does the device copy this plan's converted leaves by itself? Into the host's memory only what lies on one."""
-        if self.arena.on_device is not None:
-            return True
-        devices = plan.conversions.devices
-        place = self.arena.pin(devices[0]) if len(devices) == 1 else None
-        if place is not None and self.slots.device is None:
-            self.slots.commit_by(place)
-        return place is not None
+    def _device_copying(self, plan: CopyPlan) -> DeviceWrites | None:
+        """Let a device copy this plan's converted leaves by itself, and commit from now on; None: the host copies them.
+
+        It is that of the arena. Into the host's memory it is the one that all of them lie on, if it can pin the slab.
+        """
+        if self.arena.on_device is None:
+            devices = plan.conversions.devices
+            place = self.arena.pin(devices[0]) if len(devices) == 1 else None
+            if place is None:
+                return None
+            if self.slots.device is None:
+                self.slots.commit_by(place)
+        return self.slots.device
 
     def refuse_poisoned(self) -> None:
         """Raise if the last update() failed half way."""
