@@ -329,8 +329,8 @@ void bind_source_plan(nb::module_& m) {
   nb::class_<SourcePlan>(m, "SourcePlan", "The keys, classes and tensors of a checked source, found again.")
       .def(
           nb::init<nb::handle, nb::dict>(), "source"_a, "roles"_a,
-          nb::sig("def __init__(self, source: object, roles: dict[int, tuple[list[tuple[int, int]], list[int], int, "
-                  "int]]) -> None"),
+          nb::sig("def __init__(self, source: object, roles: collections.abc.Mapping[int, tuple[list[tuple[int, int]], "
+                  "list[int], int, int]]) -> None"),
           "Remember a source. `roles`: for each of its tensors that is published, by id: the (offset in the slot, "
           "bytes) "
           "that are copied from it, its places in `converted`, the address where it belongs (0: anywhere), and the id "

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -43,6 +43,15 @@ _native.set_exchange_table(torch.Tensor)
 _KEPT = 4  # plans: a trainer may alternate between all weights and a part, or between two forms of them
 
 
+class _Role(NamedTuple):
+    """What the native plan does with one tensor of a source."""
+
+    rows: list[tuple[int, int]]  # (offset in the slot, bytes) that are copied from it
+    places: list[int]  # of it among the converted
+    home: int = 0  # its address, where it is the slab itself at the place where it belongs
+    twin: int = 0  # id of the tensor before it that gives their leaf its bytes
+
+
 class CopyPlan:
     """How the tensors of one checked source get into a slot. match() gives it the tensors, release() drops them.
 
@@ -63,27 +72,26 @@ class CopyPlan:
         self.whole = len(self.given) == len(arena.manifest.places)
         self.in_place = False
         converted: list[tuple[torch.Tensor, Leaf]] = []
-        # By id of a tensor: rows to copy, places among the converted, where it belongs, and the tensor it is one with.
-        roles: dict[int, tuple[list[tuple[int, int]], list[int], int, int]] = {}
+        roles: dict[int, _Role] = {}  # by id of a tensor
         first: dict[int, Any] = {}  # by offset: tied leaves are copied once, by whichever comes first
         ranges = arena.ranges()
         pieces: list[tuple[int, int]] = []  # the plain bytes, on a device
         for key, tensor in tensors.items():
             leaf = arena.manifest.by_key[key]
-            rows, places, home, twin = roles.get(id(tensor), ([], [], 0, 0))
-            if leaf.nbytes and leaf.offset in first:
-                twin = id(first[leaf.offset]) if first[leaf.offset] is not tensor else twin
-            elif leaf.nbytes:
-                first[leaf.offset] = tensor
-                if _own_place(tensor, leaf, ranges, arena.slots, name):
-                    home, self.in_place = tensor.data_ptr(), True  # nothing to copy, as long as it stays there
-                elif direct(tensor, leaf):
-                    rows.append((leaf.offset, leaf.nbytes))
-                    pieces.append((leaf.offset, leaf.nbytes))
-                else:
-                    places.append(len(converted))
-                    converted.append((tensor, leaf))
-            roles[id(tensor)] = rows, places, home, twin
+            role = roles.setdefault(id(tensor), _Role([], []))
+            if not leaf.nbytes or first.get(leaf.offset) is tensor:  # or a second name of it
+                continue
+            if (giver := first.setdefault(leaf.offset, tensor)) is not tensor:
+                roles[id(tensor)] = role._replace(twin=id(giver))
+            elif _own_place(tensor, leaf, ranges, arena.slots, name):
+                roles[id(tensor)] = role._replace(home=tensor.data_ptr())  # nothing to copy, as long as it stays there
+                self.in_place = True
+            elif direct(tensor, leaf):
+                role.rows.append((leaf.offset, leaf.nbytes))
+                pieces.append((leaf.offset, leaf.nbytes))
+            else:
+                role.places.append(len(converted))
+                converted.append((tensor, leaf))
         self.conversions = Conversions(arena, converted)
         self._pieces = pieces if arena.on_device is not None else []
         try:
