@@ -38,14 +38,15 @@ class Held {
 
 class Section {
  public:
-  Section(nb::object owner, nb::object version, nb::object timeout)
+  Section(nb::object owner, nb::object version, nb::object timeout, bool pinned = false)
       : owner_(std::move(owner)),
         reader_(nb::cast<Reader*>(owner_)),
         asked_(std::move(version)),
-        timeout_(std::move(timeout)) {}
+        timeout_(std::move(timeout)),
+        pinned_(pinned) {}
 
   void enter() {
-    reader_->enter(owner_, asked_, timeout_);
+    reader_->enter(owner_, asked_, timeout_, pinned_);
     ++entered_;
     version = version_of(reader_->side->held());
     session_ = reader_->thread_versions.used_session();
@@ -85,6 +86,7 @@ class Section {
   nb::object owner_;
   Reader* reader_;
   nb::object asked_, timeout_;
+  bool pinned_;
   std::shared_ptr<const std::string> session_;  // of the arena that was entered; null before
   int entered_ = 0;
 };
@@ -242,6 +244,9 @@ void bind_reader(nb::module_& m) {
            "row"_a, "me"_a, "consistency"_a, "reads"_a = nb::none(),
            nb::sig("def __init__(self, control: Control, row: int, me: int, consistency: Consistency, "
                    "reads: DeviceReads | None = None) -> None"))
+      .def(
+          "pinned_section", [](nb::handle self) { return Section(nb::borrow(self), nb::none(), nb::none(), true); },
+          "As read(), but pinned, whatever the consistency.")
       .def(
           "hold_lock", [](nb::handle self, nb::object timeout) { return Held(nb::borrow(self), std::move(timeout)); },
           "timeout"_a = nb::none(), nb::sig("def hold_lock(self, timeout: float | None = None) -> HeldLock"))

@@ -2,8 +2,8 @@
 //
 // The common paths run here: the gate is open, and there is nothing new, or a version that bound modules can be moved
 // to natively (follower.hpp). All else goes to Python, through hooks of the subclass: _enter_slowly(outcome, version,
-// timeout), _refresh_now(), _look_for_successor() for one that follows, and _reads_end() at the end of a section that a
-// device works for. read() hands a timeout that is no float, or is none, to _checked_timeout().
+// timeout, pinned), _refresh_now(), _look_for_successor() for one that follows, and _reads_end() at the end of a
+// section that a device works for. read() hands a timeout that is no float, or is none, to _checked_timeout().
 //
 // INV: when a hook raises, or a signal interrupts it anywhere, a pin that became no section is dropped and the lock is
 //      given back. So taking and giving back are both C++: Python can be interrupted between any two lines.
@@ -82,7 +82,7 @@ class Reader {
     mutex.unlock();
   }
 
-  void enter(nb::handle self, nb::handle version, nb::handle timeout) {
+  void enter(nb::handle self, nb::handle version, nb::handle timeout, bool pinned = false) {
     lock(self, timeout);
     try {
       if (depth > 0) {
@@ -93,12 +93,13 @@ class Reader {
           const Entering mark(entering);
           call_method(self, "_look_for_successor");
         }
-        const Enter outcome = version.is_none() ? side->try_enter() : Enter::gated;
+        const Enter outcome =
+            version.is_none() ? side->try_enter(pinned ? Consistency::pinned : consistency_) : Enter::gated;
         if (outcome != Enter::same) {
           const Entering mark(entering);
           tell_dynamo();
           if (outcome != Enter::moved || !move(self))
-            call_method(self, "_enter_slowly", nb::cast(outcome), version, timeout);
+            call_method(self, "_enter_slowly", nb::cast(outcome), version, timeout, nb::bool_(pinned));
         }
       }
       thread_versions.use(version_of(side->held()));

@@ -51,10 +51,6 @@ _TEARS_BEFORE_PIN = 3
 _SAME, _MOVED = Enter.SAME, Enter.MOVED  # which an Enum finds in 0.1 µs
 
 
-class Pinned(float):
-    """A timeout that also asks for a pinned section, whatever the subscriber's consistency."""
-
-
 class ReadPath(_native.Reader):
     """The reader behind a Subscriber: what a read section moves, and how to enter one."""
 
@@ -244,10 +240,8 @@ class ReadPath(_native.Reader):
                 if not section.torn:
                     return result, section.version
             self.count_retry()
-        with self.hold_lock():
-            self.forget_applied()  # so that entering takes the slow path, which knows about Pinned
-            with self.read(timeout=Pinned(self.timeout)) as section:
-                return fn(*args), section.version
+        with self.pinned_section() as section:
+            return fn(*args), section.version
 
     def private(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What fn(*args, **kwargs) gives, made fit to outlive the section that this is called in."""
@@ -307,11 +301,11 @@ class ReadPath(_native.Reader):
     # Hooks that the native Reader calls, with its lock held. It drops the pin and the lock if they raise. They may run
     # below compiled code, and Dynamo must not compile them: bind/compiled.py tells it.
 
-    def _enter_slowly(self, outcome: Enter, version: int | None, timeout: float | None) -> None:
+    def _enter_slowly(self, outcome: Enter, version: int | None, timeout: float | None, pinned: bool) -> None:
         """Enter a section, or raise; waits while the gate is closed."""
         started = time.perf_counter()
         deadline = deadline_after(timeout, self.timeout)
-        pinned = isinstance(timeout, Pinned) or bool(self._told)  # what on_version() calls sees no torn weights
+        pinned = pinned or bool(self._told)  # what on_version() calls sees no torn weights
         if version is not None:
             version = check_version(version)
             self._wait_for(version, deadline, entering=True)
@@ -430,10 +424,10 @@ class ReadPath(_native.Reader):
         if outcome is _MOVED:
             self._move()
         elif outcome is not _SAME:
-            self._enter_slowly(outcome, None, None)
+            self._enter_slowly(outcome, None, None, False)
         while self.leave_held() and self.optimistic:  # torn while buffers were copied
             self.forget_applied()
-            self._enter_slowly(Enter.GATED, None, Pinned(self.timeout))
+            self._enter_slowly(Enter.GATED, None, None, True)
         return self.moves != before
 
     def _look_for_successor(self) -> None:
