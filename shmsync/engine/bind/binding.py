@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -57,42 +57,53 @@ class Binding(_native.Follower):
     def __init__(self, path: ReadPath, module: nn.Module, fit: Fit) -> None:
         self.path, self._name = weakref.ref(path), path.name
         self._arena: Arena = path.arena
-        self._root = weakref.ref(module)
+        self._root, modules = weakref.ref(module), modules_in(module)
+        # Which tensors it moves, a tied one once, and which modules own them.
+        leaves = {id(tensor): (leaf, tensor) for leaf, tensor in fit.moved}
+        viewed = [pair for pair in leaves.values() if fit.viewed(pair[1])]
+        self._viewed_keys, self._viewed = [leaf for leaf, _ in viewed], [tensor for _, tensor in viewed]
+        self.copied = [pair for pair in leaves.values() if not fit.viewed(pair[1])]
+        self.buffers = [tensor for _, tensor in self.copied]  # private copies: forward passes write them
         self._empty = list(fit.empty)  # the first move fills them
-        modules = modules_in(module)
+        bound = leaves.keys() | {id(tensor) for _, tensor in fit.empty}
+        self._owners = [weakref.ref(each) for each in modules if not bound.isdisjoint(map(id, _held_by(each)))]
+        # They get the memory that moves need.
         with plainly():
             materialise(module, [tensor for _, tensor in (*fit.moved, *fit.empty)], path.arena.device)
-            leaves = {id(tensor): (leaf, tensor) for leaf, tensor in fit.moved}
-            bound = leaves.keys() | {id(tensor) for _, tensor in fit.empty}
-            self._owners = [weakref.ref(each) for each in modules if not bound.isdisjoint(map(id, _held_by(each)))]
-            viewed = [pair for pair in leaves.values() if fit.viewed(pair[1])]
-            self._viewed_keys, self._viewed = [leaf for leaf, _ in viewed], [tensor for _, tensor in viewed]
-            self.copied = [pair for pair in leaves.values() if not fit.viewed(pair[1])]
-            by_key = self._arena.manifest.by_key
-            self.buffers = [tensor for _, tensor in self.copied]  # private copies: forward passes write them
             for leaf, tensor in self.copied:
-                make_private(tensor, by_key[leaf].strides)
+                make_private(tensor, self._arena.manifest.by_key[leaf].strides)
             counted = [tensor for tensor in self.buffers if counts_changes(tensor)]
-        stores = {
-            id(tensor): (each._buffers, name)
-            for each in modules
-            for name, tensor in each._buffers.items()
-            if tensor is not None and type(each._buffers) is dict
-        }
-        copies = [(*stores.get(id(tensor), (None, "")), tensor, by_key[leaf].offset) for leaf, tensor in self.copied]
-        # Where a module holds the first parameter: a conversion to another device puts others there.
-        first = self._viewed[0] if viewed else None
-        held = ((each._parameters, name, own) for each in modules for name, own in each._parameters.items())
-        store, name = next(((store, name) for store, name, own in held if own is first is not None), ({}, ""))
-        super().__init__(self._root, self._viewed, store, name, copies, counted)
-        self._crossing: Crossing | None = None
+        super().__init__(self._root, self._viewed, *self._first_place(modules), self._copies_in(modules), counted)
+        # How private copies on a device are renewed.
         self._counts_all = len(counted) == len(self.copied)
-        buffers = [tensor for each in path.followers for tensor in each.buffers] + self.buffers
-        placed = [tensor for tensor in buffers if has_address(tensor) and tensor.numel()]
-        path.set_copies([(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in placed])
         devices = {tensor.device: tensor for tensor in self.buffers if tensor.device.type not in ("cpu", "meta")}
         self._devices = [(holding(tensor), device) for device, tensor in devices.items()]
+        self._crossing: Crossing | None = None
         _made.add(self)
+
+    def _first_place(self, modules: Iterable[nn.Module]) -> tuple[dict[str, Any], str]:
+        """Where a module holds the first parameter: a conversion to another device puts another one there."""
+        for each in modules:
+            for name, parameter in each._parameters.items():
+                if self._viewed and parameter is self._viewed[0]:
+                    return each._parameters, name
+        return {}, ""
+
+    def _copies_in(self, modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any] | None, str, torch.Tensor, int]]:
+        """Of each private copy: the dict that owns it, if that is a plain one, its name there, it, and its offset."""
+        stores: dict[int, tuple[dict[str, Any] | None, str]] = {
+            id(tensor): (each._buffers, name)
+            for each in modules
+            if type(each._buffers) is dict
+            for name, tensor in each._buffers.items()
+        }
+        by_key = self._arena.manifest.by_key
+        return [(*stores.get(id(tensor), (None, "")), tensor, by_key[leaf].offset) for leaf, tensor in self.copied]
+
+    def private_ranges(self) -> list[tuple[int, int]]:
+        """[begin, end) of the memory of its private copies."""
+        placed = [tensor for tensor in self.buffers if has_address(tensor) and tensor.numel()]
+        return [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in placed]
 
     def owners(self) -> set[nn.Module]:
         """The living submodules that own a bound tensor."""
@@ -194,7 +205,7 @@ class Binding(_native.Follower):
         """Move with each version, or not any more."""
         path = self.path()
         if path is not None and (self in path.followers) is not on:
-            path.followers.append(self) if on else path.followers.remove(self)
+            path.add_follower(self) if on else path.followers.remove(self)
 
 
 def _held_by(module: nn.Module) -> tuple[torch.Tensor | None, ...]:

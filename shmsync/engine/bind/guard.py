@@ -58,7 +58,7 @@ def bind(
                 binding = Binding(reader, bound, fit)
                 if reader.applied_version:
                     binding.move(reader.held_slot)
-                reader.followers.append(binding)
+                reader.add_follower(binding)
         except BaseException:
             reader.followers[:] = before
             raise

@@ -66,8 +66,8 @@ class ReadPath(_native.Reader):
     ) -> None:
         super().__init__(attached.arena.control, attached.row, attached.owner, consistency, _reads(attached))
         self.arena = attached.arena
-        self.set_copies([])
         self.followers: list[Any] = []  # the Bindings of modules, which move to each version
+        self._update_memory()
         self.covers: weakref.WeakSet[Any] = weakref.WeakSet()  # of bound modules
         self._streams: list[Stream] = []  # that the open section uses on a device, besides the current one
         self.optimistic = consistency is Consistency.OPTIMISTIC
@@ -161,10 +161,14 @@ class ReadPath(_native.Reader):
             version=version,
         )
 
-    def set_copies(self, places: list[tuple[int, int]]) -> None:
-        """These private copies, at [begin, end), change with the version as the slab does."""
-        self._copies = places
-        self.set_memory([self.arena.readonly_range(), *places])
+    def add_follower(self, follower: Any) -> None:
+        """Move it with each version, from the next one on. Its private copies change as the slab does."""
+        self.followers.append(follower)
+        self._update_memory()
+
+    def _update_memory(self) -> None:
+        copies = [span for follower in self.followers for span in follower.private_ranges()]
+        self.set_memory([self.arena.readonly_range(), *copies])
 
     @property
     def gone(self) -> bool:
@@ -192,7 +196,7 @@ class ReadPath(_native.Reader):
         self.move_to_arena(attached.arena.control, attached.row, attached.owner, _reads(attached))
         self.arena.reader, attached.arena.reader = None, self.arena.reader
         before, self.arena = self.arena, attached.arena
-        self.set_copies(self._copies)
+        self._update_memory()
         if before.live is not None:
             self.arena.live = before.live[0], (Handle(self.name, self.arena.session),)
         self.writer = attached.writer
