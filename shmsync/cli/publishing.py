@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         except (Refused, ValueError, TypeError) as error:  # a ManifestMismatch is a ValueError
             raise Refused(f"{error}; nothing was published") from error
         with pub:
-            writer_of(pub).forget_source()  # else a copy of the weights stays in this process
+            writer_of(pub).source = None  # else a copy of the weights stays in this process
             tensors = list(pub.weights.values(True, True))
             what = f"{len(tensors)} tensors, {size(sum(tensor.nbytes for tensor in tensors))}"
             _log(f"version {pub.version} of {pub.name}: {path}, {what}")

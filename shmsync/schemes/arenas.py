@@ -160,7 +160,7 @@ class ModelArenas:
             timeout=scheme.timeout,
             first_version=version,
         )
-        writer_of(publisher).forget_source()  # each send has its own
+        writer_of(publisher).source = None  # each send has its own
         return publisher
 
     def _take(self, publishers: dict[int, Publisher]) -> None:

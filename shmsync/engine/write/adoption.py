@@ -92,11 +92,11 @@ class Adoption:
 
     def __init__(self, source: Any, writer: Any, publisher: Any) -> None:
         self.source, self._plans = source, writer.plans
-        self._arena: Arena = writer.arena
+        self.arena: Arena = writer.arena
         self.name: str = writer.name
         self._publisher = weakref.ref(publisher)
-        arena, name = self._arena, self.name
-        self._views = arena.views(0, writable=True)
+        arena, name = self.arena, self.name
+        self.views = arena.views(0, writable=True)
         self._plan: CopyPlan | None = None  # of the buffers; None: see where the parameters are
         self._loading: int | None = None  # the thread that is in load()
         self._undo: list[Callable[[], object]] = []  # what restore() gives back besides the parameters
@@ -127,7 +127,7 @@ class Adoption:
 
     def _fitting(self) -> dict[Key, torch.Tensor]:
         """The parameters that the source has now, all checked."""
-        source, arena = self.source, self._arena
+        source, arena = self.source, self.arena
         tensors = self._plans.collect(source)
         problems = mismatches(tensors, arena, partial=False, source_is="adopted module")
         problems = problems or [f"{each}; pass that place to Publisher(device=)" for each in elsewhere(tensors, arena)]
@@ -172,9 +172,9 @@ class Adoption:
         tensor outside the source shows what would be overwritten.
         """
         placed = self._fitting()
-        away = {key for key, tensor in placed.items() if not _shows(tensor, self._views[key])}
+        away = {key for key, tensor in placed.items() if not _shows(tensor, self.views[key])}
         leaving = [old for key, old in self._placed.items() if key in away and placed[key] is not old]
-        views = list(self._views.values())
+        views = list(self.views.values())
         # Torch counts the tensors over the slab, and does not say which part each of them shows.
         if away and shown_by_others([*views, *leaving, *placed.values()], views):
             raise ProtocolError(
@@ -182,7 +182,7 @@ class Adoption:
                 f"{self.name!r} while a tensor outside the module shows the arena: a view, a backup `p.data`, or what "
                 "swap_tensors() took out. Delete it, or keep its clone() instead, then repeat the call"
             )
-        return Placement(self, self._arena, placed, away, leaving)
+        return Placement(self, placed, away, leaving)
 
     def record(self, parameters: dict[Key, torch.Tensor]) -> CopyPlan:
         """These are the source's parameters, all in the slab now; the plan that copies its buffers."""
@@ -190,8 +190,10 @@ class Adoption:
         if self._watched is not None:
             self._watched = [tensor for tensor in parameters.values() if counts_changes(tensor)]
             self.watch_next()
-        if isinstance(self.source, nn.Module):
-            self._guard_loads(self.source)
+        for child in modules_in(self.source) if isinstance(self.source, nn.Module) else ():
+            for name in ("load_state_dict", "_load_from_state_dict"):
+                if not isinstance(child.__dict__.get(name), _Loading) and hasattr(child, name):
+                    self._undo.append(_Loading(child, name, self).remove)
         self._plan = self._plans.make(self.source)
         return self._plan
 
@@ -203,7 +205,7 @@ class Adoption:
         copies: dict[int, torch.Tensor] = {}
         with plainly():
             for key, tensor in self._placed.items():
-                view = self._views[key]
+                view = self.views[key]
                 if tensor.data_ptr() == view.data_ptr() and tensor.numel():
                     tensor.data = copies.setdefault(view.data_ptr(), view.clone())
 
@@ -260,12 +262,6 @@ class Adoption:
 
     # ---- loads
 
-    def _guard_loads(self, module: nn.Module) -> None:
-        for child in modules_in(module):
-            for name in ("load_state_dict", "_load_from_state_dict"):
-                if not isinstance(child.__dict__.get(name), _Loading) and hasattr(child, name):
-                    self._undo.append(_Loading(child, name, self).remove)
-
     def refuses_load(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> str | None:
         """A key under which a load of a module around the source would write a parameter outside update()."""
         if self._loading == threading.get_ident() or self._inside():
@@ -283,7 +279,7 @@ class Adoption:
             store for each in modules_in(self.source) for store in (each._parameters, each._buffers)
         ]
         before = [dict(store) for store in stores]
-        placed = list({id(tensor): (tensor, self._views[key]) for key, tensor in self._placed.items()}.values())
+        placed = list({id(tensor): (tensor, self.views[key]) for key, tensor in self._placed.items()}.values())
         own = {id(tensor) for tensor, _ in placed}
         with plainly():
             others = [t for store in before for t in store.values() if t is not None and id(t) not in own]
@@ -326,7 +322,6 @@ class Placement(NamedTuple):
     """The parameters that an adopted module has, all checked; apply() brings into the slab those that lie elsewhere."""
 
     adoption: Adoption
-    arena: Arena
     parameters: dict[Key, torch.Tensor]
     away: set[Key]  # of the parameters: those that lie elsewhere
     leaving: list[torch.Tensor]  # parameters that the module has no more, at places that are overwritten
@@ -336,7 +331,7 @@ class Placement(NamedTuple):
         """Bring back what is away, while readers are kept out; the plan that copies the buffers."""
         for old in self.leaving:
             old.data = old.data.clone()  # what was replaced keeps its values
-        views, slab = self.arena.views(0, writable=True), self.arena.ranges()
+        views, slab = self.adoption.views, self.adoption.arena.ranges()
         moving = [(self.parameters[key], views[key]) for key in self.away]
         if copy:  # two that changed places read each other's
             values = [tensor.data.clone() if lies_in(tensor, slab) else tensor.data for tensor, _ in moving]

@@ -75,7 +75,6 @@ class CopyPlan:
         roles: dict[int, _Role] = {}  # by id of a tensor
         first: dict[int, Any] = {}  # by offset: tied leaves are copied once, by whichever comes first
         ranges = arena.ranges()
-        pieces: list[tuple[int, int]] = []  # the plain bytes, on a device
         for key, tensor in tensors.items():
             leaf = arena.manifest.by_key[key]
             role = roles.setdefault(id(tensor), _Role([], []))
@@ -88,12 +87,11 @@ class CopyPlan:
                 self.in_place = True
             elif direct(tensor, leaf):
                 role.rows.append((leaf.offset, leaf.nbytes))
-                pieces.append((leaf.offset, leaf.nbytes))
             else:
                 role.places.append(len(converted))
                 converted.append((tensor, leaf))
         self.conversions = Conversions(arena, converted)
-        self._pieces = pieces if arena.on_device is not None else []
+        self._rows = [row for role in roles.values() for row in role.rows] if arena.on_device is not None else []
         try:
             self._tensors = _native.SourcePlan(source, roles)
             self.kept = not apart  # two tensors of equal values for one leaf may differ the next time
@@ -134,7 +132,7 @@ class CopyPlan:
 
     def staged(self) -> list[tuple[int, int]]:
         """For a slot on a device: (place in the slot, bytes) of what aside() writes, in order."""
-        return merged(sorted([*self._pieces, *((leaf.offset, leaf.nbytes) for leaf in self.conversions.from_host)]))
+        return merged(sorted([*self._rows, *((leaf.offset, leaf.nbytes) for leaf in self.conversions.from_host)]))
 
     def aside(self, staging: torch.Tensor) -> None:
         """For a slot on a device: write what lies in the host's memory, as the slot will have it, to staging memory."""

@@ -323,10 +323,6 @@ class Writer:
         self.counts.updates += 1
         return version
 
-    def forget_source(self) -> None:
-        """Let go of the constructor's weights: from now on publish() must be given some."""
-        self.source = None
-
     def wait_acks(self, version: int, acks: Acks, deadline: float) -> None:
         """Wait, after the commit, until the workers have applied the version. Raises WorkerDied, AckTimeout."""
         self.slots.wait_until_published(deadline)
