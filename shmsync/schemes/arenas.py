@@ -191,7 +191,7 @@ class ModelArenas:
         for writer in writers:
             later = version if version > writer.next_version else None
             writer.publish(content, deadline, version=later, whole=whole)
-            writer.settle(deadline)  # others are told of this version
+            writer.wait_until_published(deadline)  # others are told of this version
             self.newest = writer
         if source is not self.registered and self._outside:
             self.show()

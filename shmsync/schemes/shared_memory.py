@@ -248,7 +248,7 @@ class SharedMemSender(PipeSender):
                 self.open()
             with self.arenas.by_group[ALL].update(timeout=timeout) as weights:
                 yield weights
-            writer_of(self.arenas.by_group[ALL]).settle(deadline_after(timeout, self.default_timeout))
+            writer_of(self.arenas.by_group[ALL]).wait_until_published(deadline_after(timeout, self.default_timeout))
             self.arenas.show()
             self._gather(self._announce(links), deadline_after(timeout, self.default_timeout))
 

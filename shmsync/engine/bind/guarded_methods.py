@@ -37,7 +37,7 @@ def calls_of(module: nn.Module) -> list[GuardedCall]:
         methods = own_methods(child)
         for name in methods:
             _refuse_coroutine(child, name)
-        if _has_forward(child):
+        if type(child).forward is not nn.Module.forward or "forward" in vars(child):
             found.append(GuardedCall(child, CALL))
             # Programs rarely call the forward() of a layer of torch directly. A guard would cost each call of the layer
             # 0.1 µs.
@@ -68,10 +68,6 @@ def _is_method(name: str, value: Any) -> bool:
     if isinstance(value, (type, staticmethod, classmethod, property)):
         return False
     return isinstance(value, (partialmethod, singledispatchmethod)) or (callable(value) and hasattr(value, "__get__"))
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _of_torch(kind: type) -> bool:

@@ -115,7 +115,7 @@ class ReadPath(_native.Reader):
             if self.wait_version_slice(version, slice_until(deadline)) and (latest := self.latest) >= version:
                 return latest
             gone, closed = self.gone, self.state == State.CLOSED  # death first: then the state is final
-            self._look_up()
+            self._check_wait()
             late = time.monotonic() >= deadline
             if gone:
                 last = max(self.latest, self.final_version if self.arena.slots == 1 else 0)
@@ -175,7 +175,7 @@ class ReadPath(_native.Reader):
         """Will the publisher of this arena publish nothing more?"""
         return self.state == State.CLOSED or not self._peers.alive(self.writer)
 
-    def _look_up(self) -> None:
+    def _check_wait(self) -> None:
         """In each slice of a wait: can the version still arrive?"""
         stay_if_exiting()
         if self._closing or self.closed:
@@ -334,7 +334,7 @@ class ReadPath(_native.Reader):
 
     def _try_again(self, outcome: Enter, deadline: float, pinned: bool) -> Enter:
         """One slice of the wait: for the gate, and for the repair of a poisoned arena as long as it can come."""
-        self._look_up()
+        self._check_wait()
         if outcome == Enter.EVICTED:
             raise ProtocolError(
                 f"this subscriber's row in arena {self.name!r} was taken away because it held garbage; attach again, "
@@ -367,7 +367,7 @@ class ReadPath(_native.Reader):
                 version=self.latest,
             )
         self.wait_at_gate(slice_until(deadline))
-        self._look_up()
+        self._check_wait()
         return self.try_enter(pinned)
 
     def _enter_after_writer_died(self, hopeless: bool) -> Enter:
@@ -415,7 +415,7 @@ class ReadPath(_native.Reader):
             self._streams.append(self.arena.on_device.device.as_stream(stream))  # TypeError for what is none
 
     def _reads_end(self, call: HostCall | None) -> None:
-        end_reads(self.arena, self.name, self._streams, call, self._look_up)
+        end_reads(self.arena, self.name, self._streams, call, self._check_wait)
 
     def _checked_timeout(self, timeout: float) -> float:
         return check_timeout(timeout)

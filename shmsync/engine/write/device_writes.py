@@ -84,11 +84,6 @@ class DeviceWrites:
         # Kept until wait_until_published() or take_back(), where after= is an event.
         self._sources: Sequence[torch.UntypedStorage] = ()
 
-    @property
-    def under_way(self) -> bool:
-        """May a version still be committed, so that no other call may use the writer?"""
-        return self._commit is not None
-
     def wait(self, deadline: float) -> bool:
         """Wait until the version that is under way is published; any thread may. False: there is none.
 

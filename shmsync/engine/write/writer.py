@@ -102,7 +102,7 @@ class Writer:
         if first_version is None:
             first_version = self._created.follows + 1
         self.publish(None, deadline_after(None, self.timeout), version=first_version)
-        self.settle(deadline_after(None, self.timeout))
+        self.wait_until_published(deadline_after(None, self.timeout))
         segment.make_ready(self._created)
 
     # ---- may this call write?
@@ -128,12 +128,11 @@ class Writer:
         DeviceFailed when it never will be.
         """
         self.check()
-        if self.slots.device is not None and self.slots.device.under_way:
-            self.slots.wait_until_published(deadline)
+        self.slots.wait_until_published(deadline)
         if self.native.writing:
             self.slots.undo()
 
-    def settle(self, deadline: float) -> None:
+    def wait_until_published(self, deadline: float) -> None:
         """With a device: wait until no version is under way, before others are told of it. Raises as ready()."""
         if self.slots.device is not None:
             with self.lock:
