@@ -55,14 +55,14 @@ class Attachment:
                 version=version,
             )
 
-    def check_whole(self, model: Any) -> None:
-        """Raise ManifestMismatch, with nothing changed, unless the model has exactly the arena's leaves."""
+    def check_fits(self, model: Any) -> None:
+        """Raise ManifestMismatch, with nothing changed, unless the model has the arena's leaves."""
         if isinstance(model, nn.Module):
             reader = reader_of(self.subscriber)
             copies = lies_elsewhere(model, reader.arena.device)
-            fit_of(bindable(model), reader.arena, reader.name, copies=copies, whole=True)
+            fit_of(bindable(model), reader.arena, reader.name, copies=copies)
         else:
-            WeightStrategy().check_weights(model, self.subscriber.weights)
+            self._strategy.check_weights(model, self.subscriber.weights)
 
     def bind(self, model: Any) -> None:
         """Let the model use the arena: a module for good, anything else gets a copy of this version."""

@@ -48,21 +48,9 @@ def test_weights_that_fit_no_worker_change_none_whoever_leads(fleet):
     assert group.look(1, 2) == [(2, version)] * 2
 
 
-def test_a_part_of_the_weights_makes_no_arena(fleet):
-    """The leader is dead, so its node needs a new one."""
-    group = fleet("distributed", 2, nodes=["home", "a", "a"]).open(fan_out="node", partial=True)
-    assert group.send(1) == 1
-    leader = group.leader()
-    group.trainer.call(parts.send_a_part)
-    assert group.leader() == leader
-    group.workers[leader].kill()
-    left = 1 - leader
-    for _ in range(2):
-        with pytest.raises(shmsync.ManifestMismatch, match="bias is not in the arena"):
-            group.trainer.call(parts.send_a_part)
-        assert group.look(left)[0][1] == 2
-    version = group.send(3)
-    assert group.look(left) == [(3, version)]
+def test_a_part_of_the_weights_is_refused():
+    with pytest.raises(ValueError, match="leave partial= out, or use fan_out=None"):
+        shmsync.DistributedWeightSyncScheme(fan_out="node", partial=True)
 
 
 def test_first_weights_that_fit_no_worker_do_not_decide_what_comes_later(fleet):

@@ -278,7 +278,6 @@ def fit_of(
     copies: bool = False,
     absent: Collection[Key] = (),
     prefix: Key = (),
-    whole: bool = False,
 ) -> Fit:
     """The tensors of a module that move with the version. Raises ManifestMismatch when it does not fit.
 
@@ -290,7 +289,6 @@ def fit_of(
         copies: parameters become private copies too, as buffers are, on the device they are on.
         absent: leaves of the arena that are no tensors of the module.
         prefix: the module's leaves are those below this key path.
-        whole: all of its leaves are in the arena, also in one that was made for a part of some weights.
     """
     refuse_max_norm(
         module,
@@ -314,7 +312,7 @@ def fit_of(
     tensors = respelled(without(found, unsaved), saved)
     second = second_names(tensors, saved)
     own = without(tensors, second)
-    if arena.manifest.filtered and not whole:
+    if arena.manifest.filtered:
         own = {key: tensor for key, tensor in own.items() if key in saved}
     outside = {key for key in leaves if key[: len(prefix)] != prefix}
     _refuse_misfit(own | empty, arena, name, beside={*absent, *unsaved, *outside}, copies=copies)

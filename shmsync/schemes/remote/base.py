@@ -250,7 +250,7 @@ class RemoteScheme(WeightSyncScheme):
         slots: of those arenas; see Publisher.
         consistency: of their subscribers; see Subscriber.
         timeout: default of every call, in seconds; math.inf waits without limit, None is 60.
-        partial: see WeightSyncScheme. With fan_out="node" the first send to a node has all leaves.
+        partial: see WeightSyncScheme; not with fan_out="node".
         dtype: see WeightSyncScheme.
     """
 
@@ -272,6 +272,8 @@ class RemoteScheme(WeightSyncScheme):
             raise ValueError(f'fan_out is None or "node", not {fan_out!r}')
         if fan_out == "node" and self.make_fan_out is None:
             raise ValueError(f'{type(self).__name__} has no fan_out="node"; each of its workers gets its own copy')
+        if fan_out == "node" and partial:
+            raise ValueError('with fan_out="node" a send has every leaf; leave partial= out, or use fan_out=None')
         self.fan_out = fan_out
         self.slots = slots
         self.consistency: Consistency = consistency

@@ -42,9 +42,10 @@ class NodeArena:
     """What a process publishes for the workers of its node. Its attributes are what ModelArenas asks of a scheme."""
 
     dtype = device = groups = None  # weights were cast before
+    partial = False
 
-    def __init__(self, slots: int, timeout: float, partial: bool) -> None:
-        self.slots, self.timeout, self.partial = slots, timeout, partial
+    def __init__(self, slots: int, timeout: float) -> None:
+        self.slots, self.timeout = slots, timeout
         self._arenas = ModelArenas("", self)
         self.newest: News | None = None
 
@@ -92,7 +93,7 @@ class NodeFanOut:
 
     def __init__(self, scheme: Any, packer: Packer) -> None:
         self._packer = packer
-        self._options = scheme.slots, scheme.timeout, scheme.partial
+        self._options = scheme.slots, scheme.timeout
         self._near = NodeArena(*self._options)  # this node's
         self._home = here()
         self._leaders: dict[str, int] = {}  # by node: the worker that publishes there

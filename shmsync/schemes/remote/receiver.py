@@ -85,7 +85,7 @@ class RemoteReceiver(WeightReceiver):
         if self._attached is None or self._attached.handle != news.handle:
             made = Attachment(news.handle, self._scheme, self._worker_idx)
             try:
-                made.check_whole(model)  # with partial= too
+                made.check_fits(model)
             except ManifestMismatch:
                 made.close()  # an arena that nobody can use is made anew
                 raise
