@@ -24,27 +24,60 @@ from .strategy import WeightStrategy
 class Attachment:
     """A worker's attachment to the arena of one model: a module is bound to it, anything else gets copies.
 
-    Args:
-        handle: of the arena.
-        scheme: has `consistency`, `timeout` and `partial`.
-        worker: the index by which the sender names this worker.
-
-    Raises as Subscriber() does.
+    Attributes:
+        handle: of the arena; None before use(), and after close().
+        subscriber: to it.
     """
 
-    def __init__(self, handle: Handle, scheme: Any, worker: int | None) -> None:
-        self.handle = handle
-        self._strategy = WeightStrategy(partial=scheme.partial)
-        self._bound: weakref.ref[nn.Module] | None = None  # its guard keeps the subscriber
-        self.subscriber = Subscriber(handle, consistency=scheme.consistency, worker=worker, timeout=scheme.timeout)
+    handle: Handle | None = None
+    subscriber: Subscriber
 
     @property
     def version(self) -> int:
-        """The version that the calling thread used last, else the applied one."""
-        return self.subscriber.version
+        """The version that the calling thread used last, else the applied one; 0 without an arena."""
+        return 0 if self.handle is None else self.subscriber.version
 
-    def move_to(self, version: int) -> None:
-        """Apply this version or a later one. Raises ProtocolError if the arena does not have it."""
+    def use(self, handle: Handle, worker: int | None, version: int, scheme: Any, model: Any = None) -> None:
+        """Let the model use an arena, which takes the place of an earlier one, at this version or a later one.
+
+        Args:
+            handle: of the arena.
+            worker: the index by which the sender names this worker.
+            version: 0: the one that the arena has.
+            scheme: has `consistency`, `timeout` and `partial`.
+            model: a module is bound for good, anything else gets a copy; None: the subscriber alone is used.
+
+        Raises as Subscriber() does, ManifestMismatch when the model does not fit a new arena: then the earlier one
+        stays. Raises ProtocolError when the arena does not have the version.
+        """
+        if self.handle != handle:
+            made = Subscriber(handle, consistency=scheme.consistency, worker=worker, timeout=scheme.timeout)
+            try:
+                if isinstance(model, nn.Module):
+                    reader = reader_of(made)
+                    copies = lies_elsewhere(model, reader.arena.device)
+                    fit_of(bindable(model), reader.arena, reader.name, copies=copies)
+                elif model is not None:
+                    with made.read() as section:
+                        WeightStrategy(partial=scheme.partial).check_weights(model, section.weights)
+                self.close()  # a module is bound to one arena
+            except BaseException:
+                made.close()  # an arena that nobody can use is made anew
+                raise
+            self.handle, self.subscriber = handle, made
+            self._bound: weakref.ref[nn.Module] | None = None  # its guard keeps the subscriber
+        if version:
+            self._move_to(version)
+        if isinstance(model, nn.Module):
+            if self._bound is None or self._bound() is not model:
+                reader = reader_of(self.subscriber)
+                bind(reader, model, calls_of(model), copies=lies_elsewhere(model, reader.arena.device))
+                self._bound = weakref.ref(model)
+        elif model is not None:
+            with self.subscriber.read() as section:
+                WeightStrategy(partial=scheme.partial).apply_weights(model, section.weights)
+
+    def _move_to(self, version: int) -> None:
         reader = reader_of(self.subscriber)
         self.subscriber.refresh()
         if reader.applied_version < version:
@@ -55,40 +88,21 @@ class Attachment:
                 version=version,
             )
 
-    def check_fits(self, model: Any) -> None:
-        """Raise ManifestMismatch, with nothing changed, unless the model has the arena's leaves."""
-        if isinstance(model, nn.Module):
-            reader = reader_of(self.subscriber)
-            copies = lies_elsewhere(model, reader.arena.device)
-            fit_of(bindable(model), reader.arena, reader.name, copies=copies)
-        else:
-            self._strategy.check_weights(model, self.subscriber.weights)
-
-    def bind(self, model: Any) -> None:
-        """Let the model use the arena: a module for good, anything else gets a copy of this version."""
-        if not isinstance(model, nn.Module):
-            with self.subscriber.read() as section:
-                self._strategy.apply_weights(model, section.weights)
-        elif self._bound is None or self._bound() is not model:
-            reader = reader_of(self.subscriber)
-            bind(reader, model, calls_of(model), copies=lies_elsewhere(model, reader.arena.device))
-            self._bound = weakref.ref(model)
-
     def close(self) -> None:
         """Leave the arena; a bound module raises ClosedError from now on. Idempotent.
 
         Raises WriterBusy for an arena that another thread reads; call it again then.
         """
-        self.subscriber.close()
+        if self.handle is not None:
+            self.subscriber.close()
+            self.handle = None
 
 
-def attached(inbox: Inbox, message: Message, scheme: Any) -> Attachment:
-    """The attachment to the arena of a message's model, moved to the version that the message announces.
-
-    It is the one that there is already, if that one is to the arena that the sender named last.
+def attached(inbox: Inbox, message: Message, scheme: Any, model: Any = None) -> Attachment:
+    """The attachment to the arena of a message's model, which uses the version that the message announces.
 
     Raises ValueError for weights that came by value, ProtocolError when the sender never named an arena, else as
-    Subscriber() and Attachment.move_to() do.
+    Attachment.use() does.
     """
     kind, model_id, content, _ = message
     if kind == REGISTER:
@@ -100,15 +114,8 @@ def attached(inbox: Inbox, message: Message, scheme: Any) -> Attachment:
             f"{model_id!r} was never registered here; keep one receiver for each model, and let it see every message "
             "of the pipe"
         )
-    handle, index = inbox.registered[model_id]
-    made: Attachment | None = inbox.attachments.get(model_id)
-    if made is None or made.handle != handle:
-        earlier, made = made, Attachment(handle, scheme, index)
-        if earlier is not None:
-            earlier.close()  # a module is bound to one arena
-        inbox.attachments[model_id] = made
-    if kind != REGISTER:
-        made.move_to(content)
+    made: Attachment = inbox.attachments.setdefault(model_id, Attachment())
+    made.use(*inbox.registered[model_id], 0 if kind == REGISTER else content, scheme, model)
     return made
 
 
@@ -134,8 +141,7 @@ class SharedMemReceiver(PipeReceiver):
 
     @override
     def _use(self, message: Message) -> None:
-        self._attachment = attached(self._inbox, message, self._scheme)
-        self._attachment.bind(self._resolve_model_ref())
+        self._attachment = attached(self._inbox, message, self._scheme, self._resolve_model_ref())
 
     @override
     def close(self) -> None:

@@ -10,7 +10,6 @@ from torch import nn
 from typing_extensions import override
 
 from ...engine.deadlines import timeout_or_none
-from ...errors import ManifestMismatch
 from ..attachment import Attachment
 from ..context import Arguments
 from ..receiver import WeightReceiver
@@ -30,7 +29,7 @@ class RemoteReceiver(WeightReceiver):
         super()._start_here()
         self._applying = threading.Lock()
         self._news = threading.Event()
-        self._attached: Attachment | None = None  # to the arena of its node
+        self._attachment = Attachment()  # to the arena of its node
 
     @override
     def _connect(self, arguments: Arguments) -> None:
@@ -40,7 +39,7 @@ class RemoteReceiver(WeightReceiver):
     @override
     def version(self) -> int:
         """The version that the model uses now; 0: as it came. With fan_out="node" each forward uses the newest."""
-        return self._version if self._attached is None else self._attached.version
+        return self._attachment.version or self._version
 
     @override
     def apply_weights(self, weights: Any) -> None:
@@ -60,7 +59,10 @@ class RemoteReceiver(WeightReceiver):
         with self._applying:
             model = self._resolve_model_ref()
             if isinstance(weights, News):
-                self._attach(weights, model)
+                self._attachment.use(weights.handle, self._worker_idx, weights.label.version, self._scheme, model)
+                if isinstance(model, nn.Module):
+                    for path, state in weights.label.extra.items():
+                        model.get_submodule(".".join(path)).set_extra_state(state)
             else:
                 self._strategy.apply_weights(model, weights)
             self._version = self._version + 1 if label is None else label.version
@@ -80,30 +82,8 @@ class RemoteReceiver(WeightReceiver):
             self._news.clear()
         return came
 
-    def _attach(self, news: News, model: Any) -> None:
-        """Let the model use the arena, which takes the place of an earlier one, at this version."""
-        if self._attached is None or self._attached.handle != news.handle:
-            made = Attachment(news.handle, self._scheme, self._worker_idx)
-            try:
-                made.check_fits(model)
-            except ManifestMismatch:
-                made.close()  # an arena that nobody can use is made anew
-                raise
-            self._leave()  # a module is bound to one arena
-            self._attached = made
-        self._attached.move_to(news.label.version)
-        self._attached.bind(model)
-        if isinstance(model, nn.Module):
-            for path, state in news.label.extra.items():
-                model.get_submodule(".".join(path)).set_extra_state(state)
-
     @override
     def close(self) -> None:
         """Leave the arena; a bound module raises ClosedError when it is called from now on."""
         with self._applying:
-            self._leave()
-
-    def _leave(self) -> None:
-        if self._attached is not None:
-            self._attached.close()
-            self._attached = None
+            self._attachment.close()
