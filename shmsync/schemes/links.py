@@ -185,39 +185,21 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Tag], deadline: float, 
             poller.register(link.fd, select.POLLIN | (select.POLLOUT if link.unsent else 0))
         return not link.ended
 
-    # Another thread may have read an answer already.
-    ready = {i: True for i, link in links.items() if not watch(i, link) or tags[i] in link.results}
+    # No event comes for a pipe that has ended, or for an answer that another thread has read already.
+    ready = {index for index, link in links.items() if not watch(index, link) or tags[index] in link.results}
     try:
-        while waiting:
-            for index, may_be_dead in ready.items():
-                link, tag = waiting[index], tags[index]
-                # Before the last look: what it sent, it sent before it died.
-                gone = may_be_dead and link.peer is not None and link.peer.dead
-                result = link.pump(tag)
-                if result == word:
-                    outcome.done.append(index)
-                elif isinstance(result, Failure):
-                    outcome.failed[index] = result
-                elif result is not None:
-                    outcome.failed[index] = f"it answered {result!r} instead of {word!r}"
-                    if result != messages.UPDATED:  # a word of the user's own
-                        link.pending.append((None, result))
-                elif gone or link.ended or link.closed:
-                    outcome.dead[index] = str(link)
+        while True:
+            for index in ready:
+                if _record_answer(outcome, index, waiting[index], tags[index], word):
+                    del waiting[index]
                 else:
-                    watch(index, link)
-                    continue
-                del waiting[index]
+                    watch(index, waiting[index])
             if not waiting or time.monotonic() >= deadline:
                 break
-            ready = {}
-            for fd, _ in poll(poller, milliseconds(deadline)):
-                index = watched[fd]
-                if index in waiting:
-                    ready[index] = ready.get(index, False) or fd != waiting[index].fd
-                else:
-                    poller.unregister(fd)
-            ready = ready or dict.fromkeys(waiting, True)
+            woken = {fd: watched[fd] for fd, _ in poll(poller, milliseconds(deadline))}
+            for fd in [fd for fd, index in woken.items() if index not in waiting]:
+                poller.unregister(fd)
+            ready = waiting.keys() & woken.values() or set(waiting)
     finally:
         for index in waiting:
             links[index].forget(tags[index])
@@ -226,6 +208,25 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Tag], deadline: float, 
         silent = [index for index in waiting if not links[index].answered]
         outcome.notes += [f"{listed([index])} never answered: is it still starting?" for index in silent]
     return outcome
+
+
+def _record_answer(outcome: Outcome, index: int, link: Link, tag: Tag, word: str) -> bool:
+    """Enter this worker's answer, or its death, into the outcome. False: neither is there yet."""
+    result = link.pump(tag)
+    if result is None and (link.ended or link.closed or (link.peer is not None and link.peer.dead)):
+        result = link.pump(tag)  # what it sent, it sent before it died
+        if result is None:
+            outcome.dead[index] = str(link)
+            return True
+    if result == word:
+        outcome.done.append(index)
+    elif isinstance(result, Failure):
+        outcome.failed[index] = result
+    elif result is not None:
+        outcome.failed[index] = f"it answered {result!r} instead of {word!r}"
+        if result != messages.UPDATED:  # a word of the user's own
+            link.pending.append((None, result))
+    return result is not None
 
 
 class Inbox(Pipe):
