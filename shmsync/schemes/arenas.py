@@ -11,13 +11,14 @@ import warnings
 import weakref
 from collections.abc import Collection, Sequence
 from multiprocessing import util
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
 from ..engine.publisher import Publisher, writer_of
+from ..engine.source.dtypes import Dtypes
 from ..engine.source.manifest_check import shown_by_others
 from ..engine.source.sources import EVERYTHING, Weights, collect
 from ..engine.write.writer import Writer
@@ -69,6 +70,17 @@ class Groups:
         return sorted(wanted)
 
 
+class ArenaOptions(NamedTuple):
+    """How arenas are made; see SharedMemWeightSyncScheme."""
+
+    slots: int
+    timeout: float
+    partial: bool = False
+    dtype: Dtypes = None
+    device: torch.device | str | None = None
+    groups: Sequence[Sequence[int]] | None = None
+
+
 class ModelArenas:
     """The arenas of one model, by group. The groups share version numbers, and skip what a send to others used.
 
@@ -77,8 +89,7 @@ class ModelArenas:
 
     Args:
         model_id: for errors.
-        scheme: the SharedMemWeightSyncScheme, or what has its options, says how they are made. Held weakly: it holds
-            them.
+        options: how they are made.
         given: a Publisher of the user's own, which is the arena of all workers.
 
     Attributes:
@@ -87,9 +98,9 @@ class ModelArenas:
         in_use: has a worker applied a version, or may one that is late?
     """
 
-    def __init__(self, model_id: str, scheme: Any, given: Publisher | None = None) -> None:
+    def __init__(self, model_id: str, options: ArenaOptions, given: Publisher | None = None) -> None:
         self._model_id = model_id
-        self._scheme = weakref.proxy(scheme)
+        self._options = options
         self._given = given
         self.registered: TensorDictBase | None = None
         self.newest: Writer | None = None
@@ -123,7 +134,7 @@ class ModelArenas:
         self._refuse_state(source)
         content = _with_paths(source)
         try:
-            for _ in self._scheme.groups or [()]:
+            for _ in self._options.groups or [()]:
                 self._owned.append(self._make(content, version, readers))
         except BaseException:
             _close_all(self._owned)
@@ -146,18 +157,17 @@ class ModelArenas:
             self._without_state.add(source)
 
     def _make(self, source: Weights, version: int, readers: int) -> Publisher:
-        scheme = self._scheme
-        dtype = scheme.dtype
-        if scheme.partial:
+        options, dtype = self._options, self._options.dtype
+        if options.partial:
             dtype = WeightStrategy(dtype=dtype, partial=True).usable_dtype(leaves_of(source)[0])
         publisher = Publisher(
             source,
-            slots=scheme.slots,
+            slots=options.slots,
             max_readers=max(64, 2 * readers),
-            device=scheme.device,
+            device=options.device,
             dtype=dtype,
-            include=["*"] if scheme.partial else None,  # a worker's module may have other leaves besides
-            timeout=scheme.timeout,
+            include=["*"] if options.partial else None,  # a worker's module may have other leaves besides
+            timeout=options.timeout,
             first_version=version,
         )
         writer_of(publisher).source = None  # each send has its own
@@ -184,7 +194,7 @@ class ModelArenas:
             version += 1
         content = _with_paths(source)
         writers = [writer_of(self.by_group[group]) for group in groups]
-        whole = not self._scheme.partial
+        whole = not self._options.partial
         if len(writers) > 1:
             for writer in writers:
                 writer.check_weights(content, deadline, whole)
@@ -209,14 +219,14 @@ class ModelArenas:
         arena = writer_of(self.by_group[ALL]).arena
         found = collect(weights, EVERYTHING, arena.manifest, to_write=True)
         outside = {key: leaf for key, leaf in found.items() if key in arena.manifest.by_key}
-        if self._scheme.groups is not None or arena.slots > 1 or arena.on_device is not None:
+        if self._options.groups is not None or arena.slots > 1 or arena.on_device is not None:
             return outside
         views = arena.views(0, writable=True)
         for key, leaf in list(outside.items()):
             if _is_alone(leaf) and leaf.dtype == views[key].dtype:
                 leaf.data = views[key]
                 del outside[key]
-        if outside and self._scheme.dtype is None:
+        if outside and self._options.dtype is None:
             warnings.warn(
                 f"{len(outside)} leaves of the TensorDict that is registered for {self._model_id!r}, such as "
                 f"{'.'.join(next(iter(outside)))}, share their memory with other tensors, as a module's own parameters "

@@ -22,7 +22,7 @@ from ..engine.subscriber import Consistency
 from ..memory.devices import named
 from . import messages
 from .api import WeightSyncScheme
-from .arenas import ALL, Groups, ModelArenas
+from .arenas import ALL, ArenaOptions, Groups, ModelArenas
 from .attachment import SharedMemReceiver, attached
 from .context import Arguments
 from .links import Inbox, Link
@@ -106,7 +106,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         """The arenas of a model. The first model that asks has the user's own Publisher, if there is one."""
         if model_id not in self._arenas:
             given = None if self._arenas else self._publisher
-            self._arenas[model_id] = ModelArenas(model_id, self, given)
+            options = ArenaOptions(self.slots, self.timeout, self.partial, self.dtype, self.device, self.groups)
+            self._arenas[model_id] = ModelArenas(model_id, options, given)
         return self._arenas[model_id]
 
     def _register(self, model_id: str, weights: Any) -> None:

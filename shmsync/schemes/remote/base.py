@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent import futures
 from typing import Any, ClassVar, Literal
 
@@ -121,7 +121,7 @@ class RemoteTransport(ABC):
         reached: dict[int, RemoteTransport] = {0: self} if self.connected else {}
         content = self.wrap(self._packer.pack(weights, model_id, self._sent + 1)) if reached else None
         self._sent += 1
-        self._pending = Exchange(self._sent, reached, lambda *_: one_step(self, content))
+        self._pending = Exchange(self._sent, reached, {0: content})
 
     def wait_ack(self) -> None:
         """Wait for the last send_weights_async(). Raises RuntimeError when there was none, and as send_weights()."""
@@ -152,12 +152,8 @@ class RemoteTransport(ABC):
 # ---- all workers of a send
 
 
-Steps = Generator[Any, Any, None]  # yields requests, gets answers; None: it waits for another worker
-
-
-def one_step(transport: RemoteTransport, content: Any) -> Steps:
-    """The one request of a worker that gets the weights themselves."""
-    yield transport.start(content)
+Steps = Generator[Any, Any, None]  # yields requests, and gets their answers; or yields WAIT
+WAIT = object()  # for another worker; it goes on when anything has changed
 
 
 class Exchange(Posted):
@@ -166,18 +162,21 @@ class Exchange(Posted):
     Args:
         version: of the weights.
         transports: by worker.
-        steps: gives the requests of a worker, one after the other; each gets the answer to the last.
+        contents: by worker: what start() takes.
 
     Attributes:
         open: what is to come, by worker; those that are done are not in it.
     """
 
-    def __init__(
-        self, version: int, transports: Mapping[int, RemoteTransport], steps: Callable[[Exchange, int], Steps]
-    ) -> None:
+    def __init__(self, version: int, transports: Mapping[int, RemoteTransport], contents: Mapping[int, Any]) -> None:
         super().__init__(version, transports, outcome=Outcome(_WORDING))
-        self.open = {index: steps(self, index) for index in transports}
+        self._contents = contents
+        self.open = {index: self.steps(index) for index in transports}
         self._advance_all()
+
+    def steps(self, index: int) -> Steps:
+        """The requests of a worker, one after the other; each gets the answer to the last."""
+        yield self.workers[index].start(self._contents[index])
 
     def finish(self, deadline: float, what: str) -> None:
         """Wait for the answers until the monotonic time `deadline`, and raise what went wrong with `what`."""
@@ -207,23 +206,10 @@ class Exchange(Posted):
     def _advance(self, index: int) -> bool:
         """Take in the answer of this worker, if it is there, and begin what comes next. Has anything changed?"""
         transport = self.workers[index]
-        request, exchange, answer = transport.request, transport.exchange, None
+        if transport.request is not None and not transport.request.done():
+            return False
         try:
-            if request is not None:
-                if not request.done():
-                    return False
-                transport.request = transport.exchange = None
-                try:
-                    answer = transport.answer(request)
-                except Failed:
-                    if exchange is self:
-                        raise
-            begun = self.open[index].send(answer if exchange is self else None)  # else this one has not begun
-            if begun is not None:
-                transport.request, transport.exchange = begun, self
-            return begun is not None
-        except StopIteration:
-            self.outcome.done.append(index)
+            return self._begin_next(index, self._take_answer(transport))
         except Dead as dead:
             self.outcome.dead[index] = str(dead)
             transport.node = None  # it may start again elsewhere
@@ -233,6 +219,31 @@ class Exchange(Posted):
             for each in self.workers.values():
                 each.node = None  # it may have been started again elsewhere, or be led by one that was
         del self.open[index]
+        return True
+
+    def _take_answer(self, transport: RemoteTransport) -> Any:
+        """The answer to the request that is done; None for one of an earlier send, and without one."""
+        request, is_ours = transport.request, transport.exchange is self
+        transport.request = transport.exchange = None
+        try:
+            answer = None if request is None else transport.answer(request)
+        except Failed:
+            if is_ours:
+                raise
+            return None
+        return answer if is_ours else None
+
+    def _begin_next(self, index: int, answer: Any) -> bool:
+        """Give the answer to the worker's steps, and begin the request that they yield. Has anything changed?"""
+        try:
+            begun = self.open[index].send(answer)
+        except StopIteration:
+            self.outcome.done.append(index)
+            del self.open[index]
+            return True
+        if begun is WAIT:
+            return False
+        self.workers[index].request, self.workers[index].exchange = begun, self
         return True
 
 
@@ -361,7 +372,7 @@ class RemoteSender(WeightSender):
             packed = self._packer.pack(source, self._model_id, self._version + 1)
             self._version += 1
         content = next(iter(connected.values())).wrap(packed) if connected else None
-        return Exchange(packed.label.version, connected, lambda _, index: one_step(connected[index], content))
+        return Exchange(packed.label.version, connected, dict.fromkeys(connected, content))
 
     @override
     def _gather(self, posted: Posted, deadline: float) -> None:

@@ -18,13 +18,15 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from ...engine.deadlines import deadline_after
 from ...errors import ManifestMismatch
 from ...memory.arena import nested
 from ...memory.process import me
-from ..arenas import ALL, ModelArenas
+from ..arenas import ALL, ArenaOptions, ModelArenas
 from ..strategy import leaves_of, refuse_odd
-from .base import Exchange, Failed, RemoteTransport, Steps
+from .base import WAIT, Exchange, Failed, Steps
 from .packing import Label, News, Packer, state_dict_of, unpack
 
 NODE_VARIABLE = "SHMSYNC_NODE"  # names the node of a process, in place of the host's name
@@ -39,14 +41,11 @@ def here(_: Any = None) -> str:
 
 
 class NodeArena:
-    """What a process publishes for the workers of its node. Its attributes are what ModelArenas asks of a scheme."""
-
-    dtype = device = groups = None  # weights were cast before
-    partial = False
+    """What a process publishes for the workers of its node."""
 
     def __init__(self, slots: int, timeout: float) -> None:
-        self.slots, self.timeout = slots, timeout
-        self._arenas = ModelArenas("", self)
+        self.timeout = timeout
+        self._arenas = ModelArenas("", ArenaOptions(slots, timeout))
         self.newest: News | None = None
 
     def publish(self, weights: Any, label: Label, deadline: float) -> News:
@@ -92,55 +91,67 @@ class NodeFanOut:
     """The sends of one sender, by node."""
 
     def __init__(self, scheme: Any, packer: Packer) -> None:
-        self._packer = packer
-        self._options = scheme.slots, scheme.timeout
-        self._near = NodeArena(*self._options)  # this node's
-        self._home = here()
-        self._leaders: dict[str, int] = {}  # by node: the worker that publishes there
+        self.packer = packer
+        self.options = scheme.slots, scheme.timeout
+        self.near = NodeArena(*self.options)  # this node's
+        self.home = here()
+        self.leaders: dict[str, int] = {}  # by node: the worker that publishes there
 
-    def post(self, source: Any, label: Label, workers: Mapping[int, RemoteTransport], deadline: float) -> Exchange:
-        """Begin a send to all workers. Raises what publishing on this node raises; then nothing was sent."""
-        refuse_odd(leaves_of(source)[0])
-        news: dict[str, News] = {}  # by node
-
-        def at_home() -> None:
-            if self._home not in news:
-                news[self._home] = self._near.publish(source, label, deadline)
-
-        def steps(exchange: Exchange, index: int) -> Steps:
-            transport: Any = workers[index]
-            if transport.node is None:
-                transport.node = yield transport.call(here)
-            node = transport.node
-            if node == self._home:
-                at_home()
-            while node not in news:
-                leader = self._leaders.get(node, index)
-                if leader in exchange.outcome.failed:  # others of its node keep what they have, too
-                    raise Failed(exchange.outcome.failed[leader])
-                if leader != index and leader in exchange.open and not exchange.is_behind(leader):
-                    yield None  # until it has published
-                else:
-                    self._leaders[node] = index
-                    news[node] = yield transport.call(publish_here, content, *self._options)
-            yield transport.start(news[node])
-
-        nodes, content = {transport.node for transport in workers.values()}, None
-        if self._home in nodes:
-            at_home()  # refuses what does not fit before anything is sent
-        if nodes - {self._home}:  # before wait_async() the trainer may change its weights
-            packed = self._packer.pack(source, label.model_id, label.version)
-            content = next(iter(workers.values())).wrap(packed)
-            source = unpack(packed.label, packed.manifest, packed.buffer)
-        return Exchange(label.version, workers, steps)
+    def post(self, *send: Any) -> Exchange:
+        """Begin a send to all workers; see NodeExchange."""
+        return NodeExchange(self, *send)
 
     def last_weights(self) -> Any:
         """A copy of what was sent last; None: nothing yet."""
-        packed, near = self._packer.newest, self._near.newest
+        packed, near = self.packer.newest, self.near.newest
         if near is not None and (packed is None or near.label.version >= packed.label.version):
-            return self._near.state_dict()
+            return self.near.state_dict()
         return None if packed is None else unpack(packed.label, packed.manifest, packed.buffer.clone())
 
     def close(self) -> None:
         """End the arena of this node. Idempotent."""
-        self._near.close()
+        self.near.close()
+
+
+class NodeExchange(Exchange):
+    """One send, with the News of each node that has its weights.
+
+    Raises what publishing on this node raises, before anything is sent.
+    """
+
+    def __init__(self, fan_out: NodeFanOut, source: Any, label: Label, workers: Mapping[int, Any], deadline: float):
+        refuse_odd(leaves_of(source)[0])
+        self._fan_out, self._source, self._label, self._deadline = fan_out, source, label, deadline
+        self._news: dict[str, News] = {}  # by node
+        self._content: Any = None  # for leaders
+        nodes = {transport.node for transport in workers.values()}
+        if fan_out.home in nodes:
+            self._publish_at_home()  # refuses what does not fit before anything is sent
+        if nodes - {fan_out.home}:  # before wait_async() the trainer may change its weights
+            packed = fan_out.packer.pack(source, label.model_id, label.version)
+            self._content = next(iter(workers.values())).wrap(packed)
+            self._source = unpack(packed.label, packed.manifest, packed.buffer)
+        super().__init__(label.version, workers, {})
+
+    def _publish_at_home(self) -> None:
+        if self._fan_out.home not in self._news:
+            self._news[self._fan_out.home] = self._fan_out.near.publish(self._source, self._label, self._deadline)
+
+    @override
+    def steps(self, index: int) -> Steps:
+        fan_out, news, transport = self._fan_out, self._news, self.workers[index]
+        if transport.node is None:
+            transport.node = yield transport.call(here)
+        node = transport.node
+        if node == fan_out.home:
+            self._publish_at_home()
+        while node not in news:
+            leader = fan_out.leaders.get(node, index)
+            if leader in self.outcome.failed:  # others of its node keep what they have, too
+                raise Failed(self.outcome.failed[leader])
+            if leader != index and leader in self.open and not self.is_behind(leader):
+                yield WAIT  # until it has published
+            else:
+                fan_out.leaders[node] = index
+                news[node] = yield transport.call(publish_here, self._content, *fan_out.options)
+        yield transport.start(news[node])

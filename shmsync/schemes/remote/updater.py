@@ -19,7 +19,7 @@ from ...engine.deadlines import deadline_after
 from ...engine.outcome import listed
 from ...errors import WorkerDied
 from ..strategy import WeightStrategy
-from .base import Exchange, one_step
+from .base import Exchange
 from .packing import Packer
 from .ray import RayTransport
 
@@ -195,7 +195,7 @@ class RayWeightUpdater(WeightUpdaterBase):
                 f"{listed(dead)} died before; nothing was pushed. Put new actors into the list", missing=dead
             )
         transports = {worker: self._transport(worker) for worker in begun}
-        exchange = Exchange(self._pushes, transports, lambda _, worker: one_step(transports[worker], begun[worker]))
+        exchange = Exchange(self._pushes, transports, begun)
         exchange.finish(deadline_after(None, self._store.timeout), f"push {self._pushes}")
 
     def _transport(self, worker_id: int) -> RayTransport:
