@@ -92,7 +92,7 @@ FAULTS = [
     # schemes: answers
     Fault("shmsync/schemes/links.py", "for tag in self.unanswered:", "for tag in reversed(self.unanswered):",
           "conformance/trouble/test_late_answers.py"),
-    Fault("shmsync/schemes/links.py", "elif gone or link.ended or link.closed:", "elif False:",
+    Fault("shmsync/schemes/links.py", "if result is None and (link.ended", "if False and (link.ended",
           "conformance/trouble/test_death.py"),
     Fault("shmsync/schemes/links.py", "and tag[1] > self.highest.get(tag[0], 0)", "and False",
           "conformance/trouble/test_messages.py"),
