@@ -13,7 +13,6 @@ namespace shmsync::bind {
 void bind_cover(nb::module_&);
 void bind_device(nb::module_&);
 void bind_memory(nb::module_&);
-void bind_modes(nb::module_&);
 void bind_follower(nb::module_&);
 void bind_header(nb::module_&);
 void bind_sources(nb::module_&);
@@ -36,7 +35,6 @@ NB_MODULE(_native, m) {
       nb::call_guard<nb::gil_scoped_release>());
 #endif
   shmsync::bind::bind_memory(m);
-  shmsync::bind::bind_modes(m);
   shmsync::bind::bind_follower(m);
   shmsync::bind::bind_header(m);
   shmsync::bind::bind_sources(m);

@@ -7,21 +7,10 @@ all: under FakeTensorMode copy_() copies nothing. Whatever we make or copy is ma
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable
-from functools import partial
-from typing import ParamSpec, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-
-from .. import _native
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-_changes = operator.attrgetter("_version")  # how often a tensor was written into
 
 
 def counts_changes(tensor: torch.Tensor) -> bool:
@@ -30,7 +19,7 @@ def counts_changes(tensor: torch.Tensor) -> bool:
     It has no counter for one that was made in inference mode, also where `.data =` has made it an ordinary one since.
     """
     try:
-        return not tensor.is_inference() and bool(_changes(tensor) >= 0)
+        return not tensor.is_inference() and tensor._version >= 0
     except RuntimeError:  # how torch says that there is no counter
         return False
 
@@ -38,35 +27,20 @@ def counts_changes(tensor: torch.Tensor) -> bool:
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     """target.copy_(source), also when the target was made in inference mode. Call it inside plainly()."""
     if not counts_changes(target):
-        with torch._C._InferenceMode(True):  # not torch.inference_mode(), which an interrupt may leave switched on
+        with torch.inference_mode():
             target.copy_(source)
     else:
         target.copy_(source)
 
 
-_MAKERS = (
-    torch._C.DisableTorchFunction,  # what torch.overrides and torch.utils._python_dispatch are made of
-    torch._C._DisableTorchDispatch,
+@contextmanager
+def plainly() -> Iterator[None]:
+    """No mode and no tensor subclass sees the operations inside, and no gradient is recorded. It costs a few µs."""
+    _C = torch._C  # what torch.overrides and torch.utils._python_dispatch are made of
     # Tensors made in inference mode could never be trained. Leaving it also puts the gradients' mode back.
-    partial(torch._C._InferenceMode, False),
-)
-_no_gradients = partial(torch._C._set_grad_enabled, False)
+    with _C.DisableTorchFunction(), _C._DisableTorchDispatch(), _C._InferenceMode(False):
+        _C._set_grad_enabled(False)
+        yield
 
 
-def plainly() -> _native.Together:
-    """No mode and no tensor subclass sees the operations inside, and no gradient is recorded. It costs a few µs.
-
-    An interrupt leaves none of it switched on: `with plainly():` is one native step, which torch.no_grad() is not.
-    """
-    return _native.Together(_MAKERS, _no_gradients)
-
-
-def run_plainly(function: Callable[P, R]) -> Callable[P, R]:
-    """A decorator: the function runs inside plainly()."""
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with plainly():
-            return function(*args, **kwargs)
-
-    return run
+run_plainly = plainly()  # a decorator: the function runs inside plainly()
