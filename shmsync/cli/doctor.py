@@ -106,7 +106,7 @@ def remove_ipc(root: Path) -> Finding:
 def memory(root: Path) -> Finding:
     """What weights may take: the machine's, and what the enclosing cgroups leave of it."""
     machine = psutil.virtual_memory().available
-    free = min([machine, *cgroup_room(root / "proc/self/cgroup", root / "sys/fs/cgroup")])
+    free = min([machine, *cgroup_room(root)])
     if free < machine:
         text = f"{size(free)} can be used, less than the {size(machine)} that the machine has left: a cgroup limits it"
         cure = "raise the container's limit (--memory, resources.limits.memory) if weights x slots need more"

@@ -46,7 +46,13 @@ _NAME_BYTES = 249  # of a memfd's name that Linux allows
 _PIECE_ALIGNMENT = 64  # bytes
 _AT_ONCE = 64 << 20  # bytes of one write, so that an interrupt is noticed
 _MADV_POPULATE_READ = 22  # since Linux 5.14
-_UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 for "no limit"
+# Of cgroups v1 and v2: the files of limit and usage, and the part of the usage that can be taken back; of kills.
+_ROOM = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+_KILLS = {1: "memory.oom_control", 2: "memory.events"}
+_UNLIMITED = 1 << 60  # v1 writes a number near 2^63 for "no limit"
 
 
 class Slab(NamedTuple):
@@ -258,9 +264,9 @@ def pieces_at(place: MemfdAt, spans: Sequence[tuple[int, int]]) -> list[memoryvi
 # How much memory this process may still take.
 
 
-def available_bytes(*, proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+def available_bytes(root: Path = Path("/")) -> int:
     """Bytes that can be allocated now: the least that the machine and the enclosing cgroups (v1 or v2) have left."""
-    return min([psutil.virtual_memory().available, *cgroup_room(proc, root)])
+    return min([psutil.virtual_memory().available, *cgroup_room(root)])
 
 
 def refuse_too_large(needed: int, what: str, cure: str) -> int:
@@ -274,23 +280,35 @@ def refuse_too_large(needed: int, what: str, cure: str) -> int:
     return available
 
 
-def cgroup_room(proc: Path, root: Path) -> list[int]:
-    """Bytes that each enclosing cgroup with a limit has left."""
-    room: list[int] = []
-    for line in (_content(proc) or "").splitlines():
+def memory_cgroups(root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
+    """The cgroups that count this process's memory: the version of each, 1 or 2, and its folder; its own one first.
+
+    In a container their path may be the host's and absent here; what is there is the root of the mount, which is last.
+    """
+    for line in (_content(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "":  # v2
-            base, names = root, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        folder = base / path.lstrip("/")
-        levels = [folder, *folder.parents]
-        # In a container the path may be the host's and absent here; the limit is then at the root of the mount.
-        found = [_room(level, *names) for level in levels[: levels.index(base) + 1]]
-        room += [left for left in found if left is not None]
-    return room
+        if controllers == "" or "memory" in controllers.split(","):
+            version, mount = (1, root / "sys/fs/cgroup/memory") if controllers else (2, root / "sys/fs/cgroup")
+            folder = mount / path.lstrip("/")
+            levels = [folder, *folder.parents]
+            yield from ((version, level) for level in levels[: levels.index(mount) + 1])
+
+
+def cgroup_room(root: Path = Path("/")) -> list[int]:
+    """Bytes that each enclosing cgroup with a limit has left."""
+    found = (_room(folder, *_ROOM[version]) for version, folder in memory_cgroups(root))
+    return [left for left in found if left is not None]
+
+
+def memory_kills(root: Path = Path("/")) -> int:
+    """How many processes the kernel has killed for lack of memory in this process's cgroup, which its workers share.
+
+    It counts them, and does not say which. 0 where that cannot be found out.
+    """
+    for version, folder in memory_cgroups(root):
+        if counts := _content(folder / _KILLS[version]):
+            return int(dict(line.split() for line in counts.splitlines()).get("oom_kill", 0))
+    return 0
 
 
 def _room(folder: Path, limit_name: str, usage_name: str, reclaimable: str) -> int | None:

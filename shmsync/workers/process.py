@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any
 
 from ..engine.deadlines import SLICE
@@ -22,12 +21,12 @@ from ..engine.outcome import Failure
 from ..errors import ProtocolError
 from ..memory.arena import show_failure
 from ..memory.process import Peer, me, poll, stay_if_exiting
+from ..memory.slab import memory_kills
 from .worker_process import ATTACHED, FAILED, RETURNED, run
 
 EXIT_CODE = 1.0  # seconds; a fork server reports an exit code a moment after the death
 # What workers need where the trainer has it. It is as slow to import as torch, and other workers use none of it.
 _PRELOADED_IF_USED = ("tensordict", "shmsync.collectors")
-_COUNTERS = {"": "memory.events", "memory": "memory.oom_control"}  # of cgroups v2, of v1
 
 _log = logging.getLogger("shmsync")
 
@@ -237,20 +236,3 @@ def _named() -> Iterator[None]:
             "the top level of a module, and import it from there (in a notebook a cell with %%writefile makes one), or "
             "use start_method='fork'"
         ) from error
-
-
-def memory_kills(root: Path = Path("/")) -> int:
-    """How many processes the kernel has killed for lack of memory in this process's cgroup, which its workers share.
-
-    It counts them, and does not say which. 0 where that cannot be found out.
-    """
-    with suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            for controller in _COUNTERS.keys() & controllers.split(","):
-                # In a container the path may be the host's, and its own cgroup is the mounted one.
-                for folder in (path.lstrip("/"), ""):
-                    counter = root / "sys/fs/cgroup" / controller / folder / _COUNTERS[controller]
-                    if counter.exists():
-                        return int(dict(line.split() for line in counter.read_text().splitlines()).get("oom_kill", 0))
-    return 0

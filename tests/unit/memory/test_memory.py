@@ -24,7 +24,7 @@ def test_too_little_memory_is_refused_beforehand(monkeypatch):
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_tightest_cgroup_counts(tmp_path, version):
-    root = tmp_path / "cgroup"
+    root = tmp_path / "sys/fs/cgroup"
     folder = (root / "memory" if version == 1 else root) / "outer" / "inner"
     folder.mkdir(parents=True)
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -33,9 +33,11 @@ def test_the_tightest_cgroup_counts(tmp_path, version):
         (level / limit).write_text(f"{room + (10 << 20)}\n")
         (level / usage).write_text(f"{30 << 20}\n")
         (level / "memory.stat").write_text(f"anon 5\n{reclaimable} {20 << 20}\n")
-    proc = tmp_path / "self"
-    proc.write_text("7:cpu:/x\n4:memory:/outer/inner\n" if version == 1 else "0::/outer/inner\n")
-    assert _memory.available_bytes(proc=proc, root=root) == 300 << 20
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(
+        "7:cpu:/x\n4:memory:/outer/inner\n" if version == 1 else "0::/outer/inner\n"
+    )
+    assert _memory.available_bytes(tmp_path) == 300 << 20
 
 
 def test_alignment(publisher):
