@@ -112,7 +112,6 @@ class Reader {
 
   bool leave(nb::handle self) {
     if (generation_ != fork_generation()) return false;  // the pin is the parent's; the next call raises
-    if (closed) return false;
     if (depth == 0 || !mutex.mine())
       raise("ProtocolError", "a read section must be left in the thread that entered it");
     const Unlocking unlocking{mutex};

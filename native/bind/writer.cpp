@@ -4,7 +4,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "compiling.hpp"
 #include "control.hpp"
 #include "gil.hpp"
 #include "shmsync/device_reads.hpp"
@@ -57,45 +56,6 @@ class WriterLock {
   unsigned long thread_ = 0;  // of the holder
 };
 
-// A context manager whose Python half may be interrupted anywhere; _recover() then undoes what was half done.
-class Scope {
- public:
-  nb::object enter(nb::handle self) {
-    // Before anything else: an error of a second entry must not recover, that is undo, the first one.
-    if (entered_)
-      raise("WriterBusy",
-            "this update() section is entered already; leave it first, or make another one with update()");
-    entered_ = true;
-    try {
-      tell_dynamo();
-      return call_method(self, "_enter");
-    } catch (nb::python_error&) {
-      recover(self);
-      throw;
-    }
-  }
-
-  void exit(nb::handle self, bool failed) {
-    if (!entered_)
-      raise("ProtocolError", "this update() section is not entered, or was left already; nothing to leave");
-    try {
-      call_method(self, "_exit", nb::bool_(failed));
-      entered_ = false;
-    } catch (nb::python_error&) {
-      recover(self);
-      throw;
-    }
-  }
-
- private:
-  void recover(nb::handle self) {
-    entered_ = false;
-    call_method(self, "_recover");
-  }
-
-  bool entered_ = false;
-};
-
 using Rows = std::vector<std::tuple<std::uint32_t, std::uint64_t>>;
 
 // Waits for the given (row, owner) pairs; returns those that still owe an ack after at most one slice.
@@ -125,19 +85,6 @@ void bind_writer(nb::module_& m) {
           "__exit__",
           [](nb::handle self, nb::handle, nb::handle, nb::handle) { nb::inst_ptr<WriterLock>(self)->release(self); },
           "exc_type"_a.none(), "exc"_a.none(), "traceback"_a.none());
-
-  nb::class_<Scope>(m, "Scope", "Calls _enter() and _exit(failed) of its subclass, and _recover() if they raise.")
-      .def(nb::init<>())
-      .def(
-          "__enter__", [](nb::handle self) { return nb::inst_ptr<Scope>(self)->enter(self); },
-          nb::sig("def __enter__(self) -> tensordict.TensorDictBase"))
-      .def(
-          "__exit__",
-          [](nb::handle self, nb::handle type, nb::handle, nb::handle) {
-            nb::inst_ptr<Scope>(self)->exit(self, !type.is_none());
-          },
-          "exc_type"_a.none(), "exc"_a.none(), "traceback"_a.none(),
-          nb::sig("def __exit__(self, exc_type: object, exc: object, traceback: object) -> None"));
 
   nb::class_<Writer>(m, "Writer", "The writer's side of the protocol. Calls are not thread-safe: hold a lock.")
       .def(nb::init<Control&, std::uint64_t, bool>(), "control"_a, "me"_a, "on_device"_a = false,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .. import _native
-from ..errors import ForkedHandle, WriterBusy
+from ..errors import ForkedHandle, ProtocolError, WriterBusy
 from ..memory import segment
 from ..memory.devices import default, named
 from ..memory.leftovers import new_name
@@ -299,63 +299,74 @@ class Publisher:
         raise TypeError("a Publisher cannot be pickled; pass pub.handle to the worker and make a Subscriber there")
 
 
-class Update(_native.Scope):
-    """What Publisher.update() returns: `with` calls _enter() and _exit(), and _recover() if they are interrupted.
+class Update:
+    """What Publisher.update() returns.
 
     Not traced where an optimizer's step is compiled: only the step is.
     """
 
     def __init__(self, publisher: Publisher, acks: Acks | None, timeout: float | None) -> None:
-        super().__init__()
+        _native.tell_dynamo()  # the entry may be below compiled code
         self._publisher = publisher  # lives as long as its section
         self._writer = publisher._writer
         self._acks = acks
         self._timeout = timeout
         self._seconds = 0.0  # spent at the entry
 
-    def _enter(self) -> TensorDictBase:
+    def __enter__(self) -> TensorDictBase:
         writer, started = self._writer, time.perf_counter()
         writer.check()
-        writer.lock.acquire(self)
-        deadline = deadline_after(self._timeout, writer.timeout)
+        if writer.lock.held_by(self):
+            raise WriterBusy(
+                "this update() section is entered already; leave it first, or make another one with update()"
+            )
         try:
+            writer.lock.acquire(self)
+            deadline = deadline_after(self._timeout, writer.timeout)
             if writer.closed or writer.slots.device is not None or writer.native.writing:
                 writer.ready(deadline)
-        except BaseException:  # nothing was begun: _recover() must not take back a version that is under way
+        except BaseException:  # nothing was begun: a version that is under way stays
             writer.lock.release(self)
             raise
-        weights = writer.begin_update(deadline)
-        self._seconds = time.perf_counter() - started
-        return weights
+        try:
+            weights = writer.begin_update(deadline)
+            self._seconds = time.perf_counter() - started
+            return weights
+        except BaseException:
+            self._undo()
+            raise
 
-    def _exit(self, failed: bool) -> None:
+    def __exit__(self, exc_type: object, exc: object, traceback: object) -> None:
         writer = self._writer
+        if not writer.lock.held_by(self):
+            raise ProtocolError("this update() section is not entered, or was left already; nothing to leave")
         if writer.in_parent:
             raise ForkedHandle("this update() was begun in the parent process; only the parent can finish it")
-        if failed:
-            self._recover()
-            return
         started = time.perf_counter()
-        version = writer.end_update()
-        writer.counts.publish.add(self._seconds + time.perf_counter() - started)
         try:
-            if self._acks is not None:
-                # The timeout starts again: the time spent in the body does not count.
-                writer.wait_acks(version, self._acks, deadline_after(self._timeout, writer.timeout))
+            if exc_type is None:
+                version = writer.end_update()
+                writer.counts.publish.add(self._seconds + time.perf_counter() - started)
+                try:
+                    if self._acks is not None:
+                        # The timeout starts again: the time spent in the body does not count.
+                        writer.wait_acks(version, self._acks, deadline_after(self._timeout, writer.timeout))
+                finally:
+                    writer.lock.release(self)  # published: there is nothing left to undo
         finally:
-            writer.lock.release(self)  # published: there is nothing left to recover
+            self._undo()
 
-    def _recover(self) -> None:
-        """Undo: publish nothing, and give the lock back. Safe at any moment, and twice."""
+    def _undo(self) -> None:
+        """Publish nothing, and give the lock back. A no-op when the section has given it back."""
         writer = self._writer
-        if writer.lock.held_by(self) and not writer.in_parent:
+        if writer.lock.held_by(self):
             writer.updating_thread = None
             writer.slots.undo()
             writer.lock.release(self)
 
 
 disable(Publisher, "publish")
-disable(Update, "_enter", "_exit", "_recover")
+disable(Update, "__enter__", "__exit__")
 
 
 def writer_of(publisher: Publisher) -> Writer:
