@@ -9,7 +9,7 @@ import queue
 import select
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from multiprocessing import queues, util
 from typing import Any, Literal
 
@@ -181,7 +181,7 @@ class Workers:
                 "give them a larger n"
             )
         try:
-            self._writer.workers.watch = WorkerWatch(self._look, self._explains, self._before_write, self._peer_of)
+            self._writer.workers.watch = WorkerWatch(self._look, self._before_write, self._peer_of)
             self._start(range(self._count))
         except BaseException:
             self._end_all()
@@ -213,8 +213,13 @@ class Workers:
             if error is None and member.lost and not member.reported:
                 raise self._loss(rank, member)
 
-    def _look(self) -> None:
-        """Restart the dead as often as that is allowed; raise what a worker failed with, or how it died."""
+    def _look(self, ended: Collection[int | str] = ()) -> None:
+        """Restart the dead as often as that is allowed; raise what a worker failed with, or how it died.
+
+        `ended`: those whose end the reader table shows, a moment before their exit codes are known.
+        """
+        for member in [member for rank, member in self._members.items() if rank in ended]:
+            member.process.join(EXIT_CODE)
         if self._writer.workers.watch is None or not self._poll.poll(0):  # they end on purpose; or nothing has happened
             return
         self._next_look = 0.0  # there may be more to raise
@@ -236,25 +241,8 @@ class Workers:
             self._next_look = now + _BETWEEN_LOOKS
             self._look()
 
-    def _explains(self, ended: list[int | str]) -> bool:
-        """As _look(), when a wait for acks finds that these have ended. Do all of them run again?"""
-        named = {rank: member for rank, member in self._members.items() if rank in ended}
-        for member in named.values():
-            member.process.join(EXIT_CODE)  # the table shows the end of its last thread a moment sooner
-        self._look()
-        returned = [rank for rank, member in named.items() if member.returned]
-        if returned:
-            version = self._writer.current[0]
-            raise WorkerDied(
-                f"version {version} is published, but {listed(returned)} had returned before applying it; wait for "
-                "those that run, which workers.alive lists",
-                version=version,
-                missing=ended,
-            )
-        return self._writer.workers.watch is None or set(ended) <= set(self.alive)
-
-    def _peer_of(self, rank: int) -> Peer | None:
-        return self._members[rank].peer if rank in self._members else None
+    def _peer_of(self, worker: int | str) -> Peer | None:
+        return self._members[worker].peer if worker in self._members else None
 
     def _start(self, ranks: Iterable[int]) -> None:
         """Start these workers and wait until they are attached."""

@@ -153,7 +153,9 @@ def test_a_wait_for_a_worker_that_has_returned_ends_at_once(pub, when):
         if when == "meanwhile":
             until_waits(waiting, "_wait_for_acks")
             go_on.set()
-        with pytest.raises(shmsync.WorkerDied, match=r"worker 0 had returned .* which workers\.alive lists") as caught:
+        with pytest.raises(
+            shmsync.WorkerDied, match=r"worker 0 \(pid \d+, exit code 0\) ended .* workers\.alive lists"
+        ) as caught:
             waiting.result()
         assert (caught.value.missing, caught.value.version) == ([0], 2)
         assert pub.publish(wait=workers.alive) == 3

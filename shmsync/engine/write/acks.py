@@ -7,7 +7,7 @@ Acks and attachment wait here; each says when a row is done, and how to sleep be
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Integral
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -144,8 +144,9 @@ class RowWait:
 _ACKS = Wording(
     "a worker applies at its next read section or refresh()",
     sent="is published",
-    after_death='The others have it. Start the dead again, or go on without them: wait="all" leaves them out, a list '
-    "must not name them",
+    died="ended",
+    after_death='The others have it. Start them again, or go on without them: wait="all" leaves them out, a list must '
+    "not name them, and workers.alive lists those of Workers that run",
     after_lateness="A worker that is merely late still applies it; give more time with timeout=. One that is idle, or "
     "waits for this process at a full queue, never does: let it call refresh(), empty the queue first, or publish "
     "without wait=",
@@ -162,18 +163,15 @@ class WorkerWatch(NamedTuple):
     The reader table shows deaths, but neither exceptions nor exit codes.
 
     Attributes:
-        look: called in each slice of a wait for acks, and at its end. Raises what a worker failed with, or WorkerDied
-            for a dead one that is not to be started again.
-        explains: called when these workers have ended before they applied the version: raises an error that says more.
-            True: all of them run again.
+        look: called in each slice of a wait for acks, and at its end, with the workers that it has found ended. Starts
+            the dead again that may be; raises what a worker failed with, or WorkerDied for one that stays dead.
         before_write: called before each version is written. Raises as look() does.
         peer_of: the process of a worker, if it is one of Workers.
     """
 
-    look: Callable[[], None]
-    explains: Callable[[list[int | str]], bool]
+    look: Callable[[Collection[int | str]], None]
     before_write: Callable[[], None]
-    peer_of: Callable[[int], Peer | None]
+    peer_of: Callable[[int | str], Peer | None]
 
 
 class AckingWorkers:
@@ -212,7 +210,7 @@ class AckingWorkers:
     def _look(self) -> None:
         stay_if_exiting()
         if self.watch is not None:
-            self.watch.look()
+            self.watch.look(())
 
     def _wait_for_acks(self, version: int, acks: Acks, deadline: float) -> list[int | str]:
         """As wait(); the workers that have died meanwhile, and were started again."""
@@ -252,9 +250,14 @@ class AckingWorkers:
         if outcome.late:
             raise outcome.lateness(what, version)
         ended = list(outcome.dead)
-        if not (ended and watch is not None and watch.explains(ended)):
-            outcome.check(what, version)
-        return ended
+        if ended and watch is not None:
+            watch.look(ended)
+            peers = [watch.peer_of(worker) for worker in ended]
+            if self.watch is None or all(peer is not None and not peer.dead for peer in peers):
+                return ended  # they run again, or were ended on purpose
+            outcome = rows.outcome(_ACKS)  # now with exit codes
+        outcome.check(what, version)
+        return []
 
     def forget(self, worker: int) -> None:
         """Another process is `worker` from now on; what those before it applied, who are gone, is not its doing."""
