@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import queue
 import select
 import sys
@@ -98,7 +97,6 @@ class Workers:
         self._work = work
         self._args = tuple(args)
         self._context = context_of(start_method)
-        self._pid = os.getpid()
         self._queues: tuple[WorkerQueue, ...] = ()
         self._members: dict[int, Process] = {}
         self._poll = select.poll()  # for what the members do next
@@ -198,7 +196,7 @@ class Workers:
     __enter__ = start
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self._pid != os.getpid() or not self._members:  # a fork's workers are the trainer's; or none was started
+        if self._writer.in_parent or not self._members:  # a fork's workers are the trainer's; or none was started
             return
         members = dict(self._members)
         patience = self._writer.timeout if self._timeout is None else self._timeout
@@ -323,7 +321,7 @@ class WorkerQueue(queues.Queue):
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """The next item. Raises queue.Empty, WorkerFailed, WorkerDied, ProtocolError."""
         workers: Workers | None = getattr(self, "_workers", None)  # it is not pickled with the queue
-        if workers is None or workers._pid != os.getpid():  # in a worker
+        if workers is None or workers._writer.in_parent:  # in a worker
             return super().get(block, timeout)
         deadline = time.monotonic() + (math.inf if timeout is None else timeout)
         while True:
