@@ -156,10 +156,9 @@ class Gpu:
         return self._side.current(self._index)
 
     def as_stream(self, given: Any) -> Any:
-        """A user's stream, of this GPU or another one, or what one has done when it was recorded (an event).
+        """A user's stream, of this GPU or another one, or what one has done when it was recorded (an event); torch's.
 
-        `given`: torch's, or an object with __cuda_stream__(). Raises TypeError for anything else, and for an event that
-        was never recorded.
+        Raises TypeError for anything else, and for an event that was never recorded.
         """
         if _is_event(given):
             if given.cuda_event == 0:
@@ -169,15 +168,9 @@ class Gpu:
             return given
         if hasattr(given, "cuda_stream"):
             return given
-        protocol = getattr(type(given), "__cuda_stream__", None)
-        if protocol is not None:
-            _, handle = protocol(given)
-            place = getattr(getattr(given, "device", None), "index", None)
-            stream: Any = self._side.external(int(handle), self._index if place is None else int(place))
-            stream.keep = given
-            return stream
         raise TypeError(
-            f"a stream or an event of {self.name} is needed, for example torch.cuda.Stream(), not {given!r}"
+            f"a stream or an event of {self.name} is needed, for example torch.cuda.Stream(), not {given!r}; "
+            "torch.cuda.ExternalStream() makes one of another library's"
         )
 
     def capturing(self, stream: Any) -> bool:

@@ -35,12 +35,6 @@ def test_streams_and_events_of_torch_are_taken():
     assert device.as_stream(event) is event
     device.follow(mine, event)
     assert device._calls.log[-2] == ("cudaStreamWaitEvent", (mine.cuda_stream, event.work))
-
-    class OfAnotherLibrary:
-        def __cuda_stream__(self):
-            return 0, theirs.cuda_stream
-
-    assert device.as_stream(OfAnotherLibrary()) == theirs
     with pytest.raises(TypeError, match="never been recorded"):
         device.as_stream(TorchEvent(device._calls))
     with pytest.raises(TypeError, match="stream or an event of cuda:0 is needed"):
