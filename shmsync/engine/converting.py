@@ -62,13 +62,13 @@ class Conversions:
         found = (holding(source) for source, _ in sources)
         self.devices: list[Device] = list({device.name: device for device in found if device is not None}.values())
         here = [place for place, (source, _) in enumerate(sources) if source.device.type == "cpu"]
-        self._aside = here if arena.on_device is not None else []
+        self._aside = here if arena.device_slab is not None else []
         self.from_host = [self._leaves[place] for place in self._aside]
         self._there: GroupedCopies | Crossing | None = None  # the copies that a device makes later
         self._here: list[int] = []  # places of the others, among the sources
-        if arena.on_device is not None:
+        if arena.device_slab is not None:
             others = sorted(set(range(len(sources))).difference(here))
-            self._there = GroupedCopies(sources, others, arena.device)
+            self._there = GroupedCopies(sources, others, arena.torch_device)
         self._recorded: dict[int, Callable[[], None] | None] = {}  # by slot
         self._stay = False  # are the addresses those of the publish before?
 
@@ -87,7 +87,7 @@ class Conversions:
         """Convert into this slot, but for what write_aside() writes. `later`: a device that has it pinned may do it."""
         if self.none:
             return
-        place = self._arena.on_device or (self._arena.pinned if later else None)
+        place = self._arena.device_slab or (self._arena.pinned_slab if later else None)
         if place is None or (place.pinned and self.devices != [place.device]):
             with plainly():
                 self._convert(slot, range(len(self._leaves)))

@@ -126,9 +126,9 @@ class Publisher:
         """The published weights, zero-copy and read-only: writing into them is a SIGSEGV. Use update() to write."""
         writer = self._writer
         writer.check()
-        device = writer.slots.device
-        if device is not None and writer.arena.on_device is None:
-            device.wait(deadline_after(None, writer.timeout))  # else the host may see them half copied
+        by_device = writer.slots.device_writes
+        if by_device is not None and writer.arena.device_slab is None:
+            by_device.wait(deadline_after(None, writer.timeout))  # else the host may see them half copied
         return writer.arena.weights(writer.current[1])
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -323,7 +323,7 @@ class Update:
         try:
             writer.lock.acquire(self)
             deadline = deadline_after(self._timeout, writer.timeout)
-            if writer.closed or writer.slots.device is not None or writer.native.writing:
+            if writer.closed or writer.slots.device_writes is not None or writer.native.writing:
                 writer.ready(deadline)
         except BaseException:  # nothing was begun: a version that is under way stays
             writer.lock.release(self)

@@ -16,7 +16,7 @@ import torch
 from .. import _native
 from ..errors import ClosedError, DeviceFailed, NoSpace
 from . import segment, slab
-from .devices import Device, OnDevice, has_address
+from .devices import Device, DeviceSlab, has_address
 from .manifest import Key, Leaf, Manifest, fingerprint, tree
 from .process import Peer, me, refusals
 from .slab import Slab
@@ -94,10 +94,10 @@ class Arena:
     manifest: Manifest
     slots: int
     session: bytes
-    on_device: OnDevice | None  # None: the slab lies in the host's memory
+    device_slab: DeviceSlab | None  # None: the slab lies in the host's memory
     reader: weakref.ref[_native.Reader] | None = None  # a Subscriber's; for publishers in this process
     live: tuple[Callable[[Any], Any], tuple[Any]] | None = None  # the call that gives its weights elsewhere
-    pinned: OnDevice | None = None  # the slab in the host's memory, as the device has it that copies from or to it
+    pinned_slab: DeviceSlab | None = None  # one in the host's memory, as the device that copies from or to it has it
     _refused: list[Device] = field(default_factory=list)  # those that cannot pin it
     _views: dict[tuple[int, bool], dict[Key, torch.Tensor]] = field(default_factory=dict)
     _weights: dict[tuple[int, bool], TensorDict] = field(default_factory=dict)
@@ -109,14 +109,14 @@ class Arena:
             mapped_so_far += 1
 
     @property
-    def device(self) -> torch.device:
+    def torch_device(self) -> torch.device:
         """Where torch says that the tensors over the slab are."""
-        return _CPU if self.on_device is None else self.on_device.device.torch_device
+        return _CPU if self.device_slab is None else self.device_slab.device.torch_device
 
     @property
     def place(self) -> str:
         """The name of where the slab lies: "cpu", "cuda:0"."""
-        return "cpu" if self.on_device is None else self.on_device.device.name
+        return "cpu" if self.device_slab is None else self.device_slab.device.name
 
     @property
     def mapped(self) -> bool:
@@ -194,33 +194,33 @@ class Arena:
         """Does a tensor start in the slab, under any mapping of it in this process?"""
         return lies_in(tensor, self.ranges())
 
-    def pin(self, device: Device) -> OnDevice | None:
+    def pin(self, device: Device) -> DeviceSlab | None:
         """Let this device copy from and to the slab in the host's memory by itself, until release().
 
         None: it cannot, or another device does.
         """
-        if self.pinned is None and device not in self._refused:
+        if self.pinned_slab is None and device not in self._refused:
             writable = self.slab.writable
             storage = self.slab.readonly if writable is None else writable
             try:
                 device.pin(storage, readonly=writable is None)
                 try:
-                    self.pinned = OnDevice(device, storage, pinned=True)
+                    self.pinned_slab = DeviceSlab(device, storage, pinned=True)
                 except BaseException:
                     device.unpin(storage)
                     raise
             except (DeviceFailed, NoSpace) as error:
                 self._refused.append(device)
                 _log.warning("weights go to and from %s at the speed of pageable memory: %s", device.name, error)
-        return self.pinned if self.pinned is not None and self.pinned.device is device else None
+        return self.pinned_slab if self.pinned_slab is not None and self.pinned_slab.device is device else None
 
     def release(self) -> None:
         """Drop what this object holds; the mappings live until the last tensor over them dies."""
-        if self.pinned is not None:
-            self.pinned.free()
-            self.pinned = None
-        if self._slab is not None and self.on_device is not None:
-            _free_on_device(self.on_device, self.control)
+        if self.pinned_slab is not None:
+            self.pinned_slab.free()
+            self.pinned_slab = None
+        if self._slab is not None and self.device_slab is not None:
+            _free_on_device(self.device_slab, self.control)
         self._slab = None
         self._views.clear()
         self._weights.clear()
@@ -252,7 +252,7 @@ def create(
                 free_unused()
                 storage = device.allocate(size)
             memory = Slab(storage, storage)
-        on_device = None if device is None else OnDevice(device, memory.readonly)
+        device_slab = None if device is None else DeviceSlab(device, memory.readonly)
         created = segment.create(
             name,
             _native.segment_bytes(slots, max_readers, len(text)),
@@ -271,17 +271,17 @@ def create(
             fingerprint=fingerprint(text),
             manifest=text,
         )
-        return Arena(created.control, memory, manifest, slots, session, on_device), created
+        return Arena(created.control, memory, manifest, slots, session, device_slab), created
 
 
 # Memory of the host is counted by the system. That of a device may go with its owner, and CUDA leaves open what readers
 # find there then. So a closed publisher keeps it until the last row of a living process is gone; each arena that this
 # process closes on a device looks again, and one for which there is no room. It ends with the process in any case.
-_lent: list[tuple[OnDevice, _native.Control]] = []
+_lent: list[tuple[DeviceSlab, _native.Control]] = []
 _lent_lock = threading.RLock()
 
 
-def _free_on_device(place: OnDevice, control: _native.Control) -> None:
+def _free_on_device(place: DeviceSlab, control: _native.Control) -> None:
     """Give an arena's memory on a device back: now, or once no other process maps it."""
     free_unused()
     if place.reads is None and _open_elsewhere(control):

@@ -10,7 +10,7 @@ from .. import _native
 from ..errors import ArenaNotFound, ReaderTableFull, WriterDied
 from . import segment, slab
 from .arena import Arena
-from .devices import OnDevice, of_kind
+from .devices import DeviceSlab, of_kind
 from .manifest import Manifest
 from .process import Peers, me, refusals
 
@@ -77,12 +77,12 @@ def _mapped(
     row = _claim(control, peers, owner, index, name)
     try:
         reads = None if device is None else _native.DeviceReads(control, row, owner)
-        on_device = None if device is None else OnDevice(device, memory.readonly, reads)
+        device_slab = None if device is None else DeviceSlab(device, memory.readonly, reads)
     except BaseException:
         control.reap(row, owner, owner)
         raise
     peers.keep_only({header.owner})  # the pidfds of other readers served _claim() only
-    arena = Arena(control, memory, manifest, header.slots, header.session, on_device)
+    arena = Arena(control, memory, manifest, header.slots, header.session, device_slab)
     return Attached(arena, header.owner, row, owner)
 
 
@@ -128,7 +128,7 @@ class Release:
 
 def _give_back(attached: Attached) -> None:
     arena, _, row, owner = attached
-    reads = None if arena.on_device is None else arena.on_device.reads
+    reads = None if arena.device_slab is None else arena.device_slab.reads
     if reads is not None and not reads.idle and not reads.wait(_LAST_READS):
         _unfinished.append(arena)  # a device still reads there: row and mapping stay until the process ends
         return

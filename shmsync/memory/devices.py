@@ -142,7 +142,7 @@ def laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return made
 
 
-class OnDevice:
+class DeviceSlab:
     """The slab of an arena as a device has it, in one process: its own memory, or memory of the host.
 
     Args:

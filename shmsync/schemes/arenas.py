@@ -219,7 +219,7 @@ class ModelArenas:
         arena = writer_of(self.by_group[ALL]).arena
         found = collect(weights, EVERYTHING, arena.manifest, to_write=True)
         outside = {key: leaf for key, leaf in found.items() if key in arena.manifest.by_key}
-        if self._options.groups is not None or arena.slots > 1 or arena.on_device is not None:
+        if self._options.groups is not None or arena.slots > 1 or arena.device_slab is not None:
             return outside
         views = arena.views(0, writable=True)
         for key, leaf in list(outside.items()):

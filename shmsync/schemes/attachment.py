@@ -55,7 +55,7 @@ class Attachment:
             try:
                 if isinstance(model, nn.Module):
                     reader = reader_of(made)
-                    copies = lies_elsewhere(model, reader.arena.device)
+                    copies = lies_elsewhere(model, reader.arena.torch_device)
                     fit_of(bindable(model), reader.arena, reader.name, copies=copies)
                 elif model is not None:
                     with made.read() as section:
@@ -71,7 +71,7 @@ class Attachment:
         if isinstance(model, nn.Module):
             if self._bound is None or self._bound() is not model:
                 reader = reader_of(self.subscriber)
-                bind(reader, model, calls_of(model), copies=lies_elsewhere(model, reader.arena.device))
+                bind(reader, model, calls_of(model), copies=lies_elsewhere(model, reader.arena.torch_device))
                 self._bound = weakref.ref(model)
         elif model is not None:
             with self.subscriber.read() as section:

@@ -22,7 +22,7 @@ def model(value, device):
 def test_publish_does_not_stop_the_trainer_and_each_version_is_whole(start, device, hold, slots):
     source = model(1, device)
     with shmsync.Publisher(source, slots=slots, timeout=30.0) as pub:
-        assert pub._writer.arena.pinned is not None
+        assert pub._writer.arena.pinned_slab is not None
         (worker,) = start(1)
         worker.call(on_gpu.attach_on_host, pub.handle)
         for version in range(2, 12):  # the later ones by a recorded graph
@@ -51,4 +51,4 @@ def test_a_worker_on_the_gpu_fetches_from_registered_memory(device, slots):
             sub.refresh()
             found = {value for tensor in worker.state_dict().values() for value in tensor.unique().tolist()}
             assert found == {version}
-        assert sub._reader.arena.pinned is not None
+        assert sub._reader.arena.pinned_slab is not None

@@ -69,7 +69,7 @@ class Binding(_native.Follower):
         self._owners = [weakref.ref(each) for each in modules if not bound.isdisjoint(map(id, _held_by(each)))]
         # They get the memory that moves need.
         with plainly():
-            materialise(module, [tensor for _, tensor in (*fit.moved, *fit.empty)], path.arena.device)
+            materialise(module, [tensor for _, tensor in (*fit.moved, *fit.empty)], path.arena.torch_device)
             for leaf, tensor in self.copied:
                 make_private(tensor, self._arena.manifest.by_key[leaf].strides)
             counted = [tensor for tensor in self.buffers if counts_changes(tensor)]
@@ -147,13 +147,13 @@ class Binding(_native.Follower):
         if self._root() is None and not self.owners():
             return False
         if not self.knows(slot):
-            made, on_host = self._arena.views(slot), self._arena.on_device is None
+            made, on_host = self._arena.views(slot), self._arena.device_slab is None
             address = self._arena.readonly_address(slot) if on_host else 0
             self.learn(slot, [made[key] for key in self._viewed_keys], address)
         self.show(slot)  # 0.1 to 0.2 µs a tensor
         if self.copied or self._empty:
             self._renew_copies(slot)
-        self.simple = not (self._devices or self._empty) and self._arena.on_device is None
+        self.simple = not (self._devices or self._empty) and self._arena.device_slab is None
         return True
 
     def _renew_copies(self, slot: int) -> None:
@@ -161,7 +161,7 @@ class Binding(_native.Follower):
 
         And after, since the section may end, and the next one begin, on another stream than the current one.
         """
-        copies = [] if self._arena.on_device is None and self.renew(slot) else self.copied
+        copies = [] if self._arena.device_slab is None and self.renew(slot) else self.copied
         if copies or self._empty:
             made = self._arena.views(slot)
             self._synchronize()
@@ -178,7 +178,7 @@ class Binding(_native.Follower):
 
     def _crossing_of(self, copies: list[tuple[Key, torch.Tensor]]) -> Crossing | None:
         """How the device of all these copies fetches them from the host's memory by itself; None: it does not."""
-        if self._arena.on_device is not None or len(self._devices) != 1 or not self._counts_all:
+        if self._arena.device_slab is not None or len(self._devices) != 1 or not self._counts_all:
             return None
         (device, place), by_key = self._devices[0], self._arena.manifest.by_key
         if device is None or any(tensor.device != place for _, tensor in copies) or self._arena.pin(device) is None:

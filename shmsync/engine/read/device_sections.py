@@ -22,7 +22,7 @@ def end_reads(arena: Arena, name: str, others: list[Stream], call: HostCall | No
     These are the current one and `others`, which is empty afterwards. `call` releases the slot then. None: they end
     before this returns, and `look` may raise in each slice.
     """
-    place = arena.on_device
+    place = arena.device_slab
     assert place is not None
     device, ending = place.device, place.stream
     captured = False
@@ -48,7 +48,7 @@ def end_reads(arena: Arena, name: str, others: list[Stream], call: HostCall | No
 
 def wait_for_reads(arena: Arena, name: str, deadline: float) -> None:
     """For close(): wait until the device has done what sections have asked for. Raises DeviceBusy at the deadline."""
-    place = arena.on_device
+    place = arena.device_slab
     while place is not None and place.reads is not None and not place.reads.wait(slice_until(deadline)):
         try:
             place.device.check()

@@ -401,7 +401,7 @@ class ReadPath(_native.Reader):
             _native.clear_caches()
         self.shown_slot, self._shown = slot, arena
         self.moves += 1
-        self.moves_natively = not (self._told or self.optimistic or arena.on_device)
+        self.moves_natively = not (self._told or self.optimistic or arena.device_slab)
         try:
             if self._told:
                 self._tell()
@@ -411,8 +411,8 @@ class ReadPath(_native.Reader):
                 self._release.keep_last()
 
     def _release_after(self, stream: object) -> None:
-        if self.arena.on_device is not None:
-            self._streams.append(self.arena.on_device.device.as_stream(stream))  # TypeError for what is none
+        if self.arena.device_slab is not None:
+            self._streams.append(self.arena.device_slab.device.as_stream(stream))  # TypeError for what is none
 
     def _reads_end(self, call: HostCall | None) -> None:
         end_reads(self.arena, self.name, self._streams, call, self._check_wait)
@@ -444,5 +444,5 @@ class ReadPath(_native.Reader):
 
 
 def _reads(attached: Attached) -> _native.DeviceReads | None:
-    place = attached.arena.on_device
+    place = attached.arena.device_slab
     return None if place is None else place.reads

@@ -92,12 +92,12 @@ def copied(arena: Arena, slot: int) -> dict[Key, torch.Tensor]:
 
     Each leaf has its own storage, so that one that is kept, pickled or shared takes no others along.
     """
-    leaves, device = arena.manifest.leaves, arena.device
+    leaves, device = arena.manifest.leaves, arena.torch_device
     with plainly():
         made = {
             leaf.key: torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype, device=device) for leaf in leaves
         }
-        if arena.on_device is not None:
+        if arena.device_slab is not None:
             for key, view in arena.views(slot).items():
                 assign(made[key], view)
             return made
@@ -123,7 +123,7 @@ def state_of(weights: Mapping[Key, torch.Tensor], manifest: Manifest) -> dict[st
 def copied_state(arena: Arena, slot: int) -> dict[str, torch.Tensor]:
     """A private copy of a slot that is not written meanwhile, complete when this returns."""
     state = state_of(copied(arena, slot), arena.manifest)
-    if arena.on_device is not None:  # the next publish may write on another stream
-        device = arena.on_device.device
+    if arena.device_slab is not None:  # the next publish may write on another stream
+        device = arena.device_slab.device
         device.wait(device.current(), float("inf"))
     return state

@@ -71,9 +71,9 @@ def mismatches(tensors: Mapping[Key, Any], arena: Arena, *, partial: bool, sourc
 def elsewhere(tensors: Mapping[Key, torch.Tensor], arena: Arena) -> list[str]:
     """A line for each tensor of a module that cannot be the arena's own memory, since torch has it elsewhere."""
     return [
-        f"{'.'.join(key)} is on {arena.device} in the arena but on {tensor.device} in the module"
+        f"{'.'.join(key)} is on {arena.torch_device} in the arena but on {tensor.device} in the module"
         for key, tensor in tensors.items()
-        if key in arena.manifest.by_key and tensor.device.type != "meta" and tensor.device != arena.device
+        if key in arena.manifest.by_key and tensor.device.type != "meta" and tensor.device != arena.torch_device
     ]
 
 

@@ -91,7 +91,7 @@ class CopyPlan:
                 role.places.append(len(converted))
                 converted.append((tensor, leaf))
         self.conversions = Conversions(arena, converted)
-        self._rows = [row for role in roles.values() for row in role.rows] if arena.on_device is not None else []
+        self._rows = [row for role in roles.values() for row in role.rows] if arena.device_slab is not None else []
         try:
             self._tensors = _native.SourcePlan(source, roles)
             self.kept = not apart  # two tensors of equal values for one leaf may differ the next time

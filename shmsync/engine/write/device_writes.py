@@ -19,7 +19,7 @@ import torch
 
 from ... import _native
 from ...errors import DeviceBusy, DeviceFailed, ProtocolError, ShmSyncError
-from ...memory.devices import Device, OnDevice, Piece, Stream
+from ...memory.devices import Device, DeviceSlab, Piece, Stream
 from ...memory.manifest import Manifest
 from ...memory.process import stay_if_exiting
 from ..deadlines import SLICE, slice_until
@@ -73,7 +73,7 @@ class DeviceWrites:
         writer: the native writer, which commits.
     """
 
-    def __init__(self, place: OnDevice, manifest: Manifest, name: str, writer: _native.Writer) -> None:
+    def __init__(self, place: DeviceSlab, manifest: Manifest, name: str, writer: _native.Writer) -> None:
         self._name, self._writer = name, writer
         self._device, self._stream, self._in_host_memory = place.device, place.stream, place.pinned
         self._bytes = manifest.slot_bytes

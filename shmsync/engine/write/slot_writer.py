@@ -12,7 +12,7 @@ import time
 from ... import _native
 from ...errors import ClosedError, DeviceFailed, ProtocolError, ReaderStalled
 from ...memory.arena import Arena
-from ...memory.devices import OnDevice
+from ...memory.devices import DeviceSlab
 from ...memory.process import Peers, ProcessState, me, pid_of, stay_if_exiting
 from ...memory.segment import RowId
 from ..deadlines import SLICE, slice_until
@@ -44,21 +44,21 @@ class SlotWriter:
     def __init__(self, arena: Arena, name: str) -> None:
         self.arena, self.name, self.me = arena, name, me().owner
         self.peers, self.counts = Peers(), Counts()
-        self.native = _native.Writer(arena.control, self.me, arena.on_device is not None)
-        self.devices: list[DeviceWrites] = []  # `device`, if there is one, for who holds no SlotWriter
-        self.device: DeviceWrites | None = None
-        if arena.on_device is not None:
-            self.commit_by(arena.on_device)
+        self.native = _native.Writer(arena.control, self.me, arena.device_slab is not None)
+        self.all_device_writes: list[DeviceWrites] = []  # one or none, for who holds no SlotWriter
+        self.device_writes: DeviceWrites | None = None
+        if arena.device_slab is not None:
+            self.commit_by(arena.device_slab)
         self.addresses = [arena.slot_address(slot) for slot in range(arena.slots)]
         self.touched = True
         self.died: dict[RowId, int | str] = {}
         self.closing = 0
         self._dirty = DirtyLeaves(arena.manifest, arena.slots)
 
-    def commit_by(self, place: OnDevice) -> None:
+    def commit_by(self, place: DeviceSlab) -> None:
         """Let the device of this place commit from now on."""
-        self.device = DeviceWrites(place, self.arena.manifest, self.name, self.native)
-        self.devices.append(self.device)
+        self.device_writes = DeviceWrites(place, self.arena.manifest, self.name, self.native)
+        self.all_device_writes.append(self.device_writes)
 
     def begin(self, deadline: float, version: int | None = None) -> None:
         """Get a slot to write, or raise with nothing written; the caller undoes. `version`: this one, not the next.
@@ -76,8 +76,8 @@ class SlotWriter:
                     f"the next version can be {self.native.next_version} or later, not {version}; versions only grow",
                     version=version,
                 )
-            if self.device is not None:
-                self.device.ready(deadline)
+            if self.device_writes is not None:
+                self.device_writes.ready(deadline)
             if self.native.begin():
                 break
             started = started or time.perf_counter()
@@ -97,26 +97,26 @@ class SlotWriter:
         pieces = self._dirty.begin(self.native.slot, given)
         if pieces:
             table = [(to + offset, source + offset, size) for offset, size in pieces]
-            if self.device is None or self.arena.on_device is None:
+            if self.device_writes is None or self.arena.device_slab is None:
                 _native.copy(table)
             else:
-                self.device.carry(table)
+                self.device_writes.carry(table)
             self.counts.bytes_copied += sum(size for _, _, size in table)
 
     def commit(self) -> int:
         """Publish what was written; the new version. With a device: when it is written."""
-        if self.device is not None:
-            return self.device.commit()
+        if self.device_writes is not None:
+            return self.device_writes.commit()
         version = int(self.native.commit())
         self._dirty.written()
         return version
 
     def wait_until_published(self, deadline: float) -> None:
         """With a device: wait until the version that is under way is published. Raises DeviceBusy, DeviceFailed."""
-        if self.device is None:
+        if self.device_writes is None:
             return
         try:
-            if self.device.wait_until_published(deadline):
+            if self.device_writes.wait_until_published(deadline):
                 self._dirty.written()
         except DeviceFailed:
             self.undo()
@@ -125,8 +125,8 @@ class SlotWriter:
     def undo(self) -> None:
         """Take a failed write back: the arena is as before, or poisoned if its only slot may be half written."""
         self.counts.aborted += 1
-        if self.device is not None:
-            self.device.take_back()
+        if self.device_writes is not None:
+            self.device_writes.take_back()
         if self.arena.slots == 1 and self.native.writing and self.touched:
             self.native.poison()
         else:

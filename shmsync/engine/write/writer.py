@@ -94,7 +94,7 @@ class Writer:
         self._generation = _native.fork_generation()
         copy_by_value()
         self._was_closed: list[bool] = []  # filled by close(), which holds the lock itself
-        parts = self.arena, self._created, self.native, self.slots.devices, self.peers
+        parts = self.arena, self._created, self.native, self.slots.all_device_writes, self.peers
         self._finalizer = util.Finalize(self, _clean_up, (*parts, self._was_closed), exitpriority=20)
 
     def open(self, first_version: int | None = None) -> None:
@@ -134,7 +134,7 @@ class Writer:
 
     def wait_until_published(self, deadline: float) -> None:
         """With a device: wait until no version is under way, before others are told of it. Raises as ready()."""
-        if self.slots.device is not None:
+        if self.slots.device_writes is not None:
             with self.lock:
                 self.ready(deadline)
 
@@ -171,7 +171,7 @@ class Writer:
         """As Publisher.publish(). `version`: this one instead of the next; `whole`: as in check_weights()."""
         self.check()
         with self.lock:
-            if self.closed or self.slots.device is not None or self.native.writing:
+            if self.closed or self.slots.device_writes is not None or self.native.writing:
                 self.ready(deadline)
             if self.workers.watch is not None:
                 self.workers.watch.before_write()
@@ -228,11 +228,11 @@ class Writer:
                 wait_for_sources(plan, after, deadline, self.name)
             else:
                 copier.order(plan, after)
-        device, started = slots.device, time.perf_counter()
+        by_device, started = slots.device_writes, time.perf_counter()
         try:
             slots.touched = False
             slots.died.clear()
-            if version is not None or device is not None or not native.begin():
+            if version is not None or by_device is not None or not native.begin():
                 slots.begin(deadline, version)
             slots.touched = True
             if not isinstance(plan, CopyPlan):
@@ -240,12 +240,12 @@ class Writer:
             if self.arena.slots > 1:
                 slots.carry(plan.given)
             slot = native.slot
-            if device is None:
+            if by_device is None:
                 plan.copy_to(slots.addresses[slot], slot)
             else:
-                device.write(plan, slots.addresses[slot], slot, after)
+                by_device.write(plan, slots.addresses[slot], slot, after)
             self.counts.bytes_copied += plan.nbytes
-            version = slots.commit() if device is not None or self.arena.slots > 1 else int(native.commit())
+            version = slots.commit() if by_device is not None or self.arena.slots > 1 else int(native.commit())
         except BaseException:  # an interrupt may land anywhere
             slots.undo()
             raise
@@ -260,14 +260,14 @@ class Writer:
 
         It is that of the arena. Into the host's memory it is the one that all of them lie on, if it can pin the slab.
         """
-        if self.arena.on_device is None:
+        if self.arena.device_slab is None:
             devices = plan.conversions.devices
             place = self.arena.pin(devices[0]) if len(devices) == 1 else None
             if place is None:
                 return None
-            if self.slots.device is None:
+            if self.slots.device_writes is None:
                 self.slots.commit_by(place)
-        return self.slots.device
+        return self.slots.device_writes
 
     def refuse_poisoned(self) -> None:
         """Raise if the last update() failed half way."""
@@ -301,8 +301,8 @@ class Writer:
         elif isinstance(plan, Placement):
             slots.touched = True
             plan.apply()
-        if slots.device is not None:
-            slots.device.open_to()
+        if slots.device_writes is not None:
+            slots.device_writes.open_to()
         slots.touched = True
         self.updating_thread = threading.get_ident()
         return weights

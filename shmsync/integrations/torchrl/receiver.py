@@ -204,7 +204,7 @@ def _bind(reader: ReadPath, module: nn.Module) -> None:
         calls = calls_of(module)
     except ProtocolError:  # a method cannot be guarded; collectors call the policy itself
         calls = [GuardedCall(module, CALL), GuardedCall(module, "forward")]
-    bind(reader, module, calls, copies=lies_elsewhere(module, reader.arena.device), absent=[extra_state.KEY])
+    bind(reader, module, calls, copies=lies_elsewhere(module, reader.arena.torch_device), absent=[extra_state.KEY])
     for cover in reader.covers:
         if cover.is_of(module):
             cover.gradients_checked = True  # gradients are the collector's choice, and no reason for a warning

@@ -26,7 +26,7 @@ def held_up(stream):
 
 def stream_of(pub):
     """The arena's stream, on which a publisher commits."""
-    return pub._writer.arena.on_device.stream
+    return pub._writer.arena.device_slab.stream
 
 
 SLOTS = [1, 3]
@@ -164,7 +164,7 @@ def test_an_optimistic_section_is_judged_when_its_kernels_are_done(arena, device
 def test_a_failure_that_comes_late_takes_the_version_back(arena, device, slots):
     source = {"t": torch.full((100,), 1.0)}
     pub, sub = arena(source, slots)
-    while not sub._reader.arena.on_device.reads.wait(10**8):  # else they are lost too
+    while not sub._reader.arena.device_slab.reads.wait(10**8):  # else they are lost too
         pass
     with held_up(stream_of(pub)):
         pub.publish()

@@ -92,7 +92,7 @@ def test_weights_of_the_gpu_are_copied_after_the_current_stream_and_before_what_
 def test_a_publish_during_a_capture_is_refused_before_anything_changes(arena, slots):
     source = {"t": torch.full((100,), 1.0)}
     calls, pub, sub = arena(source, slots)
-    while not sub._reader.arena.on_device.reads.wait(10**8):
+    while not sub._reader.arena.device_slab.reads.wait(10**8):
         pass
     stream = visible.device(0).stream()
     calls.capturing.add(stream.cuda_stream)
