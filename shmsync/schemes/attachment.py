@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -98,11 +99,13 @@ class Attachment:
             self.handle = None
 
 
-def attached(inbox: Inbox, message: Message, scheme: Any, model: Any = None) -> Attachment:
+def attached(inbox: Inbox, message: Message, scheme: Any, find_model: Callable[[], Any] = lambda: None) -> Attachment:
     """The attachment to the arena of a message's model, which uses the version that the message announces.
 
+    `find_model` may raise: the arena that a message names is known by then.
+
     Raises ValueError for weights that came by value, ProtocolError when the sender never named an arena, else as
-    Attachment.use() does.
+    `find_model` and Attachment.use() do.
     """
     kind, model_id, content, _ = message
     if kind == REGISTER:
@@ -115,7 +118,7 @@ def attached(inbox: Inbox, message: Message, scheme: Any, model: Any = None) -> 
             "of the pipe"
         )
     made: Attachment = inbox.attachments.setdefault(model_id, Attachment())
-    made.use(*inbox.registered[model_id], 0 if kind == REGISTER else content, scheme, model)
+    made.use(*inbox.registered[model_id], 0 if kind == REGISTER else content, scheme, find_model())
     return made
 
 
@@ -141,7 +144,7 @@ class SharedMemReceiver(PipeReceiver):
 
     @override
     def _use(self, message: Message) -> None:
-        self._attachment = attached(self._inbox, message, self._scheme, self._resolve_model_ref())
+        self._attachment = attached(self._inbox, message, self._scheme, self._resolve_model_ref)
 
     @override
     def close(self) -> None:

@@ -4,9 +4,9 @@ import pickle
 
 import pytest
 
-from shmsync.schemes import WeightStrategy
-from support.conformance.contexts import Context
-from support.conformance.nets import Stamped
+from shmsync.schemes import SharedMemWeightSyncScheme, WeightStrategy
+from support.conformance.contexts import Context, Lookup
+from support.conformance.nets import Stamped, held, shared
 
 UNRELATED = ["mlp", 7, [1, 2], {"lr": 0.1}, object(), None]
 
@@ -50,3 +50,22 @@ def test_unrelated_attribute_of_the_context_is_never_sent(make):
     context._fallback_policy = Stamped(6)
     assert rig.deliver() == 1
     assert rig.stamps() == [6, 6]
+
+
+# ---- the model of a worker
+
+
+def test_an_arena_that_is_named_before_the_worker_has_a_model_serves_the_first_send(pipe):
+    trainers = SharedMemWeightSyncScheme(policy_weights={"policy": shared(Stamped(1))})
+    workers, context = SharedMemWeightSyncScheme(), Lookup(models={})
+    trainers.init_on_sender("policy", pipes=[pipe[0]])
+    workers.init_on_worker("policy", context, pipe=pipe[1])
+    receiver = workers.get_receiver()
+    assert not receiver.receive(timeout=1)
+    context.models["policy"] = Stamped(0)
+    trainers.get_sender().send_async()
+    assert receiver.receive(timeout=60)
+    trainers.get_sender().wait_async(timeout=60)
+    assert held(context.models["policy"])["count"] == 1
+    for scheme in (workers, trainers):
+        scheme.shutdown()
