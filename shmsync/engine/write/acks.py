@@ -252,10 +252,14 @@ class AckingWorkers:
         ended = list(outcome.dead)
         if ended and watch is not None:
             watch.look(ended)
-            peers = [watch.peer_of(worker) for worker in ended]
-            if self.watch is None or all(peer is not None and not peer.dead for peer in peers):
-                return ended  # they run again, or were ended on purpose
-            outcome = rows.outcome(_ACKS)  # now with exit codes
+            if self.watch is None:  # they were ended on purpose
+                return ended
+            peers = {worker: watch.peer_of(worker) for worker in ended}
+            gone = [worker for worker, peer in peers.items() if peer is None or peer.dead]
+            if not gone:
+                return ended  # they run again
+            known = rows.outcome(_ACKS).dead  # now with exit codes
+            outcome.dead = {worker: known[worker] for worker in gone}
         outcome.check(what, version)
         return []
 

@@ -279,7 +279,8 @@ class Adoption:
             store for each in modules_in(self.source) for store in (each._parameters, each._buffers)
         ]
         before = [dict(store) for store in stores]
-        placed = list({id(tensor): (tensor, self.views[key]) for key, tensor in self._placed.items()}.values())
+        filled = {key: tensor for key, tensor in self._placed.items() if tensor.numel()}  # the others have no address
+        placed = list({id(tensor): (tensor, self.views[key]) for key, tensor in filled.items()}.values())
         own = {id(tensor) for tensor, _ in placed}
         with plainly():
             others = [t for store in before for t in store.values() if t is not None and id(t) not in own]

@@ -70,6 +70,7 @@ def doubled(module):
 @pytest.mark.parametrize(("part", "assign"), [("", False), ("0", True)])
 def test_loading_is_a_version_or_joins_the_update_of_its_thread(adopted, part, assign):
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    module.empty = nn.ParameterList([torch.empty(0, 3), torch.empty(0, 5)])
     pub, sub = adopted(module)
     target = module.get_submodule(part)
     for version, joins in ((2, False), (3, True), (4, False)):
