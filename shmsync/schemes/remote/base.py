@@ -2,7 +2,7 @@
 
 A send goes through these, in this order:
 
-    Packer.pack()         the weights, once, into one flat buffer (schemes/packing.py)
+    Packer.pack()         the weights, once, into one flat buffer (packing.py)
     transport.wrap()      what the engine sends of them, made once for all workers
     transport.start()     a request to each worker; the engine's file says how it travels
     Exchange.finish()     the only wait: until every request is done, or the deadline; its Outcome raises

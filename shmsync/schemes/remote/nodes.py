@@ -97,9 +97,9 @@ class NodeFanOut:
         self.home = here()
         self.leaders: dict[str, int] = {}  # by node: the worker that publishes there
 
-    def post(self, *send: Any) -> Exchange:
-        """Begin a send to all workers; see NodeExchange."""
-        return NodeExchange(self, *send)
+    def post(self, source: Any, label: Label, workers: Mapping[int, Any], deadline: float) -> Exchange:
+        """Begin a send to all workers. Raises as NodeExchange."""
+        return NodeExchange(self, source, label, workers, deadline)
 
     def last_weights(self) -> Any:
         """A copy of what was sent last; None: nothing yet."""
