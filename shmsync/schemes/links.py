@@ -187,6 +187,7 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Tag], deadline: float, 
 
     # No event comes for a pipe that has ended, or for an answer that another thread has read already.
     ready = {index for index, link in links.items() if not watch(index, link) or tags[index] in link.results}
+    late = False
     try:
         while True:
             for index in ready:
@@ -194,8 +195,9 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Tag], deadline: float, 
                     del waiting[index]
                 else:
                     watch(index, waiting[index])
-            if not waiting or time.monotonic() >= deadline:
+            if not waiting or late:
                 break
+            late = time.monotonic() >= deadline  # what is there by then counts
             woken = {fd: watched[fd] for fd, _ in poll(poller, milliseconds(deadline))}
             for fd in [fd for fd, index in woken.items() if index not in waiting]:
                 poller.unregister(fd)

@@ -99,10 +99,10 @@ class MultiProcessSender(PipeSender):
 
     @override
     def _announce(self, links: Mapping[int, Link], *, again: bool = False) -> Posted:
-        if again and self._scheme.partial:  # everything, not the newest part
+        if self._newest is None or (again and self._scheme.partial):  # all that is known, not the newest part of it
             self._write(self._source(None), links, math.inf)
         message = self._newest
-        assert message is not None, "something was sent"
+        assert message is not None
         for link in links.values():
             # Never two messages that lead to memory of this process, so a late worker holds up one.
             if (

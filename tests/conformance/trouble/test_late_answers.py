@@ -33,6 +33,14 @@ def test_a_late_answer_never_counts_for_another_sender_of_the_same_pipe(rig_of, 
     other.shutdown()
 
 
+@pytest.mark.parametrize("make", SCHEMES)
+def test_answers_that_are_there_count_at_a_deadline_that_has_passed(rig_of, make):
+    rig = rig_of(PipeRig, make)
+    rig.sender.send_async(Stamped(1))
+    assert all(receiver.receive(timeout=10) for receiver in rig.receivers)
+    assert rig.sender.wait_async(timeout=0) == 1
+
+
 def mp_transport(pipe):
     return MPTransport(pipe, timeout=0.2)
 
