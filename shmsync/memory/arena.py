@@ -137,6 +137,11 @@ class Arena:
             views = self._views[slot, writable] = self._made_views(slot, writable)
         return views
 
+    def made_views(self) -> list[torch.Tensor]:
+        """The views that this process has made of the slab. On a device a reader's may share the writer's storage."""
+        arenas = [arena for arena in _all_mapped() if arena.session == self.session]
+        return [view for arena in arenas for made in list(arena._views.values()) for view in made.values()]
+
     @run_plainly  # kept for good: views made in inference mode could never be trained
     def _made_views(self, slot: int, writable: bool) -> dict[Key, torch.Tensor]:
         storage = self.slab.writable if writable else self.slab.readonly

@@ -174,9 +174,8 @@ class Adoption:
         placed = self._fitting()
         away = {key for key, tensor in placed.items() if not _shows(tensor, self.views[key])}
         leaving = [old for key, old in self._placed.items() if key in away and placed[key] is not old]
-        views = list(self.views.values())
         # Torch counts the tensors over the slab, and does not say which part each of them shows.
-        if away and shown_by_others([*views, *leaving, *placed.values()], views):
+        if away and shown_by_others([*self.arena.made_views(), *leaving, *placed.values()], list(self.views.values())):
             raise ProtocolError(
                 f"{', '.join(sorted(map('.'.join, away)))} of the adopted module would overwrite memory of arena "
                 f"{self.name!r} while a tensor outside the module shows the arena: a view, a backup `p.data`, or what "

@@ -152,3 +152,21 @@ def test_nothing_is_left_when_both_ends_are_closed(arena):
     devices._default.clear()
     gc.collect()
     assert {name: many for name, many in calls.left().items() if name in ("memory", "mappings")} == {}
+
+
+def test_adopted_parameters_are_replaced_beside_a_reader_with_the_same_memory(process, arena):
+    process(World())
+    net = torch.nn.Linear(3, 2).to("simulated:0")
+    _, pub, sub = arena(net, slots=1, made=True)
+    pub.adopt(net)
+    with sub.read() as section:
+        assert section.weights["weight"].data_ptr() == pub.weights["weight"].data_ptr() == net.weight.data_ptr()
+    net.weight = torch.nn.Parameter(torch.full_like(net.weight, 3.0))
+    backup = net.bias.data
+    with pytest.raises(ProtocolError, match="a tensor outside the module"):
+        pub.publish()
+    del backup
+    assert pub.publish(wait=[]) == 2
+    assert net.weight.data_ptr() == pub.weights["weight"].data_ptr()
+    with sub.read() as section:
+        assert set(section.weights["weight"].flatten().tolist()) == {3.0}
