@@ -36,12 +36,11 @@ def wait_for_stream(device: Device, stream: Stream, deadline: float, late: str) 
     device.check()
 
 
-def wait_for_sources(plan: CopyPlan, after: object, deadline: float, name: str) -> None:
-    """Before the host copies from devices: wait until its sources are made, and for `after`.
+def wait_for_sources(devices: list[Device], after: object, deadline: float, name: str) -> None:
+    """Before the host copies from these devices: wait until its sources are made, and for `after`.
 
     Raises ValueError for `after` without devices, TypeError where it is none of theirs; DeviceBusy, DeviceFailed.
     """
-    devices = plan.conversions.devices
     if after is not None:
         if not devices:
             raise ValueError(
@@ -120,13 +119,16 @@ class DeviceWrites:
         self._asked = False
         return True
 
-    def order(self, plan: CopyPlan, after: object) -> None:
-        """Let the current streams wait for `after`, as in publish(). TypeError for what is no stream or event."""
+    def order(self, sources: list[Device], after: object) -> None:
+        """Let the current streams, of these devices too, wait for `after`, as in publish().
+
+        Raises TypeError for what is no stream or event.
+        """
         if after is not None:
             self._refuse_capture(self._device.current())
             made_by = self._device.as_stream(after)
             self._refuse_capture(made_by)
-            for device in dict.fromkeys((self._device, *plan.conversions.devices)):
+            for device in dict.fromkeys((self._device, *sources)):
                 device.follow(device.current(), made_by)
 
     def ready(self, deadline: float) -> None:

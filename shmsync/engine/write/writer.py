@@ -223,11 +223,12 @@ class Writer:
     ) -> int:
         """Carry out a checked plan; the new version. With the lock, behind ready()."""
         slots, native, adopted = self.slots, self.native, self.adopted
-        if isinstance(plan, CopyPlan) and (after is not None or not plan.conversions.none):
-            if (copier := self._device_copying(plan)) is None:
-                wait_for_sources(plan, after, deadline, self.name)
+        devices = plan.conversions.devices if isinstance(plan, CopyPlan) else []
+        if after is not None or devices:
+            if (copier := self._device_copying(devices)) is None:
+                wait_for_sources(devices, after, deadline, self.name)
             else:
-                copier.order(plan, after)
+                copier.order(devices, after)
         by_device, started = slots.device_writes, time.perf_counter()
         try:
             slots.touched = False
@@ -255,13 +256,12 @@ class Writer:
         self.counts.publish.add(time.perf_counter() - started)
         return version
 
-    def _device_copying(self, plan: CopyPlan) -> DeviceWrites | None:
-        """Let a device copy this plan's converted leaves by itself, and commit from now on; None: the host copies them.
+    def _device_copying(self, devices: list[Device]) -> DeviceWrites | None:
+        """Let a device copy what lies on these by itself, and commit from now on; None: the host copies it.
 
         It is that of the arena. Into the host's memory it is the one that all of them lie on, if it can pin the slab.
         """
         if self.arena.device_slab is None:
-            devices = plan.conversions.devices
             place = self.arena.pin(devices[0]) if len(devices) == 1 else None
             if place is None:
                 return None

@@ -121,6 +121,22 @@ def test_after_orders_what_comes_from_a_device_into_host_memory(two):
             pub.publish({"t": torch.ones(SIZE)}, after=gathering)
 
 
+def test_after_orders_what_brings_an_adopted_parameter_back(two):
+    device = two["simulated:0"]
+    net = torch.nn.Module()
+    net.weight = torch.nn.Parameter(made("simulated:0", two, 1), requires_grad=False)
+    with shmsync.Publisher(net, device="simulated:0") as pub, shmsync.Subscriber(pub.handle) as sub:
+        pub.adopt(net)
+        gathering = device.stream()
+        for version in range(2, 10):
+            net.weight.data = there = made("simulated:0", two, 1)
+            gathering.give(lambda: time.sleep(0.002))
+            gathering.give(lambda there=there, version=version: there.fill_(version))
+            with device.on(device.stream()):
+                assert pub.publish(after=gathering, wait=[]) == version
+            assert seen(sub) == {"weight": {float(version)}}
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_a_snapshot_is_of_one_version(two, place):
     source = {"a": torch.full(SIZE, 1.0)}
