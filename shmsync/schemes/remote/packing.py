@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import secrets
 import weakref
+from bisect import bisect_right
 from collections import deque
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -59,10 +61,16 @@ class PackedWeights:
 
 
 @run_plainly
-def unpack(label: Label, manifest: Manifest, buffer: torch.Tensor) -> Any:
-    """The weights that were sent, as a TensorDict or a dict of views of the buffer, with their label."""
-    storage = buffer.untyped_storage()
-    views = {leaf.key: view(storage, leaf, leaf.offset) for leaf in manifest.leaves}
+def unpack(label: Label, manifest: Manifest, *pieces: torch.Tensor) -> Any:
+    """The weights that were sent, as a TensorDict or a dict, with their label.
+
+    Their tensors are views of the buffer; of its pieces, if these end where leaves begin.
+    """
+    starts = [0, *accumulate(piece.nbytes for piece in pieces[:-1])]
+    views = {}
+    for leaf in manifest.leaves:
+        number = bisect_right(starts, leaf.offset) - 1
+        views[leaf.key] = view(pieces[number].untyped_storage(), leaf, leaf.offset - starts[number])
     weights: Any = nested(views)
     if not label.is_tensordict:
         weights = WeightsDict(state_dict_of(views, label))
