@@ -10,6 +10,7 @@ version have: stale or torn weights end the run with status 1. Making new weight
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import threading
 from collections.abc import Callable, Iterator
@@ -248,16 +249,25 @@ def shared_worker(pipe: Connection, size: str, shared: list[torch.Tensor], lock:
 class Locked(Peer):
     """What most people write first: module.share_memory(), a lock, and a copy in each worker."""
 
+    locks = True
+
     def start(self) -> None:
-        self.lock: Any = common.CONTEXT.Lock()
+        lock: Any = common.CONTEXT.Lock() if self.locks else None
+        self.lock = lock or contextlib.nullcontext()
         self.shared = [leaf.clone().share_memory_() for leaf in self.leaves]
-        self.crew(shared_worker, [(self.shared, self.lock)] * WORKERS)
+        self.crew(shared_worker, [(self.shared, lock)] * WORKERS)
 
     def send(self) -> None:
         with self.lock:
             torch._foreach_copy_(self.shared, self.leaves)
         for pipe in self.workers.pipes:
             pipe.send_bytes(b"new")
+
+
+class Copied(Locked):
+    """The floor of publish(): the trainer's own weights are copied once, and nothing prevents torn reads."""
+
+    locks = False
 
 
 class Bare(Peer):
@@ -283,6 +293,7 @@ PEERS: dict[str, type[Peer]] = {
     "mp.Queue of tensors": QueueOfTensors,
     "mp.Queue of NumPy arrays": QueueOfArrays,
     "share_memory(), a lock, a copy": Locked,
+    "share_memory(), one copy, unsafe": Copied,
     "share_memory() alone, unsafe": Bare,
 }
 
