@@ -2,6 +2,7 @@
 # First contact with a machine that has an NVIDIA GPU, in commands of at most ten minutes each.
 #
 #     tools/gpu_first_contact.sh wheels     where there is a network: the wheel and what it needs, in build/gpu/wheels
+#                                           with PYTHON= a Python of the version that the machine with the GPU has
 #     tools/gpu_first_contact.sh probe      installs from there, without a network, beside the machine's torch; then
 #                                           asks for facts: build/gpu/probe.json
 #     tools/gpu_first_contact.sh test       tests/gpu, with options for pytest: test -n 4
@@ -27,7 +28,7 @@ case "${1:-}" in
     ls "$PLACE/wheels"
     exit 0 ;;
   probe | test | measure) ;;
-  *) sed -n '3,11s/^# \{0,4\}//p' "$0"; exit 2 ;;
+  *) sed -n '3,12s/^# \{0,4\}//p' "$0"; exit 2 ;;
 esac
 
 if ! command -v nvidia-smi >/dev/null || ! nvidia-smi -L | grep -q GPU; then
