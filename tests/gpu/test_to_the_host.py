@@ -26,7 +26,7 @@ def test_publish_does_not_stop_the_trainer_and_each_version_is_whole(start, devi
         (worker,) = start(1)
         worker.call(on_gpu.attach_on_host, pub.handle)
         for version in range(2, 12):  # the later ones by a recorded graph
-            hold(cycles=200_000_000)
+            hold(cycles=600_000_000)
             stamp(source, version)
             pub.publish()
             assert pub.version == version - 1  # it came back while the stream was busy
