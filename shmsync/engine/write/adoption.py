@@ -269,8 +269,11 @@ class Adoption:
         names = (prefix + name for name, tensor in module._parameters.items() if id(tensor) in own)
         return next((name for name in names if name in state_dict), None)
 
-    def load(self, run: Callable[[], R]) -> R:
-        """What run(), which loads into the source, returns: as a version, or with everything as it was."""
+    def load(self, module: nn.Module, run: Callable[[], R]) -> R:
+        """What run(), which loads into this module of the source, returns: as a version, or with everything as it was.
+
+        After an update() that failed, a load of every tensor of the source repairs the arena, as a publish() does.
+        """
         publisher = self._publisher()
         if self._loading == threading.get_ident() or publisher is None:
             return run()
@@ -296,12 +299,16 @@ class Adoption:
                 loaded = [pair for pair, copy in pairs if id(pair[0]) in kept and _shows(pair[0], copy)]
                 _native.set_data([tensor for tensor, _ in loaded], [view for _, view in loaded])
             self.watch_next()  # it has written into private copies
-            with nullcontext() if self._inside() else publisher.update():
+            whole = module is self.source and not getattr(result, "missing_keys", ["?"])
+            repairs = whole and not self._inside() and publisher._writer.native.poisoned  # so nobody reads
+            with nullcontext() if self._inside() or repairs else publisher.update():
                 if isinstance(plan := self.plan(), Placement):  # now: what the body writes next comes later
                     plan.apply()
                 with plainly():
                     for _, view in loaded:
                         assign(view, copies[view.data_ptr()])
+            if repairs:
+                publisher.publish()
             return result
         except BaseException:
             with plainly():
@@ -360,7 +367,7 @@ class _Loading(Proxy):
         if adoption is None:  # its Publisher is gone
             return self.inner(state_dict, *args, **kwargs)
         if self.method == "load_state_dict":
-            return adoption.load(lambda: self.inner(state_dict, *args, **kwargs))
+            return adoption.load(self.module, lambda: self.inner(state_dict, *args, **kwargs))
         if (name := adoption.refuses_load(self.module, state_dict, args[0] if args else "")) is not None:
             raise ProtocolError(
                 f"load_state_dict() of a module around the adopted one would write parameters such as {name} outside "

@@ -274,7 +274,9 @@ class Writer:
         if self.native.poisoned:
             cure = "with all weights, or without an argument for those that the Publisher was made of"
             if self.adopted is not None:
-                cure = "without an argument: it takes the adopted module as it is now"
+                cure = (
+                    "without an argument: it takes the adopted module as it is now; or load_state_dict() of that module"
+                )
             raise Poisoned(
                 f"update() to version {self.next_version} of arena {self.name!r} failed half way, so this would leave "
                 f"torn weights; call publish() first, {cure}",

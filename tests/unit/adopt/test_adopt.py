@@ -161,3 +161,27 @@ def test_adopt_needs_one_slot(publisher):
     pub = publisher(nn.Linear(2, 2), slots=2)
     with pytest.raises(ValueError, match="publish"):
         pub.adopt(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_load_of_the_whole_module_repairs_an_update_that_failed(adopted, assign):
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    pub, sub = adopted(module)
+    good = {key: torch.full_like(tensor, 3) for key, tensor in pub.state_dict().items()}
+    with contextlib.suppress(ZeroDivisionError), pub.update() as weights:
+        weights["0", "weight"].fill_(-1)
+        raise ZeroDivisionError
+    with pytest.raises(shmsync.Poisoned):
+        module[0].load_state_dict({"weight": good["0.weight"], "bias": good["0.bias"]}, assign=assign)
+    with pytest.raises(RuntimeError, match="Missing"):
+        module.load_state_dict({"0.bias": good["0.bias"]}, assign=assign)
+    with pytest.raises(shmsync.Poisoned):
+        module.load_state_dict({"0.bias": good["0.bias"]}, strict=False, assign=assign)
+    assert pub.version == 1
+    module.load_state_dict(good, assign=assign)
+    assert pub.version == 2
+    assert all(torch.equal(leaf, good[name]) for name, leaf in sub.state_dict().items())
+    with pub.update() as weights:
+        assert torch.equal(module[0].weight, good["0.weight"])
+        weights["0", "weight"].fill_(5)
+    assert (module[0].weight == 5).all()
