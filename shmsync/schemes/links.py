@@ -20,6 +20,7 @@ from typing import Any
 from typing_extensions import override
 
 from ..engine.outcome import Failure, Outcome, Wording, listed
+from ..engine.write.acks import as_peer
 from ..errors import WriterDied
 from ..memory.process import Peer, dead_parent, poll
 from ..memory.segment import Handle
@@ -53,7 +54,6 @@ class Link(Pipe):
         self.unanswered: dict[Tag, bool] = {}
         self.results: dict[Tag, Failure | str] = {}
         self.highest: dict[str, int] = {}
-        self._process: Any = None
         self._join()
 
     @classmethod
@@ -63,22 +63,23 @@ class Link(Pipe):
         link = super().of(connection)
         link.reported = False
         if process is not None:
-            link._process = process
-            link._join()
+            link._join(process)
         return link
 
-    def _join(self) -> None:
-        """Forget what is known of the process at the other end: it may be a new one."""
+    def _join(self, process: Any = None) -> None:
+        """Forget what is known of the process at the other end: it may be a new one. Raises TypeError as as_peer()."""
+        started = getattr(process, "pid", 0) is not None
+        peer = as_peer(process) if process is not None and started else None
         self.registered: dict[str, Any] = {}
         self.reported = self.answered = False
         self.owner = 0
-        self.peer: Peer | None = None
-        self.find_peer()
+        self.peer: Peer | None = peer
+        self._to_start = None if started else process
 
     def find_peer(self) -> None:
         """Know the process at the other end, if it was given and runs now."""
-        if self.peer is None and self._process is not None and self._process.pid is not None:
-            self.peer = Peer(process=self._process)
+        if self._to_start is not None and self._to_start.pid is not None:
+            self.peer, self._to_start = as_peer(self._to_start), None
 
     def __str__(self) -> str:
         if self.peer is not None:
@@ -201,7 +202,7 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Tag], deadline: float, 
             woken = {fd: watched[fd] for fd, _ in poll(poller, milliseconds(deadline))}
             for fd in [fd for fd, index in woken.items() if index not in waiting]:
                 poller.unregister(fd)
-            ready = waiting.keys() & woken.values() or set(waiting)
+            ready = set(waiting) if late else waiting.keys() & woken.values() or set(waiting)
     finally:
         for index in waiting:
             links[index].forget(tags[index])

@@ -141,10 +141,11 @@ class WeightSender:
         Args:
             worker_idx: 0 or more.
             pipe_or_context: its pipe, or what else the scheme reaches it by.
-            process: over pipes the worker's Process, so that its death is seen at once; else it is known from its first
-                answer, and before that only the end of its pipe tells. Other schemes notice deaths by themselves.
+            process: over pipes the worker's process (a Process, a Popen or a pid), so that its death is seen at once;
+                else it is known from its first answer, and before that only the end of its pipe tells. Other schemes
+                notice deaths by themselves.
 
-        Raises ValueError for another index.
+        Raises ValueError for another index, TypeError for another process.
         """
         self._transports[check_worker(worker_idx)] = self._scheme.create_transport(pipe_or_context)
 

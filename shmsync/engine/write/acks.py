@@ -318,10 +318,11 @@ def processes_of(workers: list[int], procs: Procs) -> dict[int, Peer]:
     unknown = [worker for worker in procs if worker not in workers]
     if unknown:
         raise ValueError(f"procs names {unknown}, but the workers to wait for are {workers}")
-    return {worker: _peer(process) for worker, process in procs.items()}
+    return {worker: as_peer(process) for worker, process in procs.items()}
 
 
-def _peer(process: Any) -> Peer:
+def as_peer(process: Any) -> Peer:
+    """A multiprocessing.Process, a subprocess.Popen or a pid as a Peer. Raises TypeError for anything else."""
     if isinstance(process, Integral) and not isinstance(process, bool):
         try:
             return Peer(owner=owner_word(int(process)))

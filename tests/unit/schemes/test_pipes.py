@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import socket
+import subprocess
 import time
 
 import pytest
@@ -96,3 +97,18 @@ def test_a_default_time_out_of_sockets_leaves_the_pipe_blocking(pipe):
     finally:
         socket.setdefaulttimeout(None)
     assert os.get_blocking(pipe[0].fileno())
+
+
+def test_a_link_knows_a_process_that_runs_by_its_pid_or_its_object(pipe):
+    child = subprocess.Popen(["sleep", "60"])
+    starting = multiprocessing.Process(target=time.sleep, args=(0,))
+    try:
+        assert Link.of(pipe[0], starting).peer is None  # not started yet
+        for process in (child, child.pid):
+            assert Link.of(pipe[0], process).peer.pid == child.pid
+        with pytest.raises(TypeError, match=r"a subprocess.Popen or a pid, not 'worker'"):
+            Link.of(pipe[0], "worker")
+        assert Link.of(pipe[0]).peer.pid == child.pid
+    finally:
+        child.kill()
+        child.wait()
