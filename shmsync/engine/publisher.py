@@ -196,8 +196,8 @@ class Publisher:
         """`with pub.update() as weights:` — write the new version in place; leaving publishes it.
 
         With slots = 1 nothing is copied, and readers wait meanwhile. An exception in the body leaves the weights half
-        written, and poisons the arena until a full publish(). With more slots the current version is copied to a
-        free slot on entry, and an exception abandons that slot.
+        written, and poisons the arena until a full publish(), or a load_state_dict() of all of an adopted module. With
+        more slots the current version is copied to a free slot on entry, and an exception abandons that slot.
 
         Raises as publish() does: on entry before anything is written, WorkerDied and AckTimeout on leaving.
         """
