@@ -81,7 +81,7 @@ class Binding(_native.Follower):
         devices = {tensor.device: tensor for tensor in self.buffers if tensor.device.type not in ("cpu", "meta")}
         self._devices = [(holding(tensor), device) for device, tensor in devices.items()]
         self._crossing: Crossing | None = None
-        self._of_buffers, self._of_views = _references_to(self.buffers), list[Any]()  # which moves look at
+        self._of_buffers, self._of_views = references_to(self.buffers), list[Any]()  # which moves look at
         _made.add(self)
 
     def _first_place(self, modules: Iterable[nn.Module]) -> tuple[dict[str, Any], str]:
@@ -155,7 +155,7 @@ class Binding(_native.Follower):
             address = self._arena.readonly_address(slot) if on_host else 0
             views = [made[key] for key in self._viewed_keys]
             self.learn(slot, views, address)
-            self._of_views += _references_to(views) if self._arena.slots > 1 else ()
+            self._of_views += references_to(views) if self._arena.slots > 1 else ()
         self.show(slot)
         if self.copied or self._empty:
             self._renew_copies(slot)
@@ -215,7 +215,7 @@ class Binding(_native.Follower):
 
 
 @run_plainly
-def _references_to(tensors: Iterable[torch.Tensor]) -> list[Any]:
+def references_to(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """References of torch's own to tensors of the host, beside Python's, for those that live as long anyway.
 
     Where only Python refers to a tensor, torch 2.13 takes the GIL for each look at it: 140 ns instead of 35.

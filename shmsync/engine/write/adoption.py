@@ -27,7 +27,7 @@ from ...memory.arena import Arena, lies_in, mapped_ranges
 from ...memory.devices import assign
 from ...memory.manifest import Key, layout_of
 from ...memory.torch_modes import copy_into, counts_changes, plainly, run_plainly
-from ..bind.binding import refuse_max_norm
+from ..bind.binding import references_to, refuse_max_norm
 from ..bind.guard import Proxy
 from ..deadlines import deadline_after
 from ..source.manifest_check import (
@@ -104,6 +104,7 @@ class Adoption:
         self._turn = 0  # which of them is watched now
         self._writes = 0  # into it, so far
         self._placed = self._fitting()
+        self._references: list[Any] = []  # of torch to them: each update() looks at all of them twice
         theirs = mapped_ranges()
         for key, tensor in self._placed.items():
             if lies_in(tensor, theirs):
@@ -186,6 +187,7 @@ class Adoption:
     def record(self, parameters: dict[Key, torch.Tensor]) -> CopyPlan:
         """These are the source's parameters, all in the slab now; the plan that copies its buffers."""
         self._placed = parameters
+        self._references = references_to(parameters.values())
         if self._watched is not None:
             self._watched = [tensor for tensor in parameters.values() if counts_changes(tensor)]
             self.watch_next()
@@ -198,6 +200,7 @@ class Adoption:
 
     def restore(self) -> None:
         """Make the parameters private again, with the values they have; what was one memory stays one."""
+        self._references.clear()
         while self._undo:
             self._undo[-1]()
             self._undo.pop()
@@ -290,6 +293,7 @@ class Adoption:
             copies: dict[int, torch.Tensor] = {}
             private = [copies.setdefault(view.data_ptr(), view.clone()) for _, view in placed]
             _native.set_data([tensor for tensor, _ in placed], private)
+        self._references.clear()  # torch swaps no tensor that it refers to, and a load may swap
         self._loading = threading.get_ident()
         try:
             result = run()
@@ -322,6 +326,7 @@ class Adoption:
             raise
         finally:
             self._loading = None
+            self._references = references_to(self._placed.values())
             self.watch_next()
 
 
