@@ -7,6 +7,7 @@ import math
 import queue
 import select
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from multiprocessing import queues, util
@@ -99,6 +100,7 @@ class Workers:
         self._context = context_of(start_method)
         self._queues: tuple[WorkerQueue, ...] = ()
         self._members: dict[int, Process] = {}
+        self._looking = threading.RLock()  # one thread at a time learns of ends, and starts others
         self._poll = select.poll()  # for what the members do next
         self._next_look = 0.0  # monotonic time
         self._started = 0  # processes so far, so that a restarted worker draws new random numbers
@@ -160,10 +162,11 @@ class Workers:
         if member is None:
             known = f"the workers are {list(self._members)}" if self._members else "none was started"
             raise ValueError(f"there is no worker {rank!r}, {known}")
-        member.reported = True  # before it is ended here: a wait of another thread would take that for a death
-        end({rank: member})
-        self._free_rows(member)
-        self._start([rank])
+        with self._looking:
+            member.reported = True  # before it is ended here: a wait of another thread would take that for a death
+            end({rank: member})
+            self._free_rows(member)
+            self._start([rank])
 
     def start(self) -> Workers:
         """Start the workers and return when all are attached, as entering the `with` does. Returns these Workers.
@@ -218,19 +221,25 @@ class Workers:
         """
         for member in [member for rank, member in self._members.items() if rank in ended]:
             member.process.join(EXIT_CODE)
-        if self._writer.workers.watch is None or not self._poll.poll(0):  # they end on purpose; or nothing has happened
+        # Another thread that looks raises what there is. A wait for acks has to know who runs again.
+        if not self._looking.acquire(blocking=bool(ended)):
             return
-        self._next_look = 0.0  # there may be more to raise
-        for rank, member in list(self._members.items()):
-            member.read()
-            if not member.lost or member.reported:
-                continue
-            if member.failure is None and self._restarts[rank] > 0:
-                self._restarts[rank] -= 1
-                self.restart(rank)
-            else:
-                raise self._loss(rank, member)
-        self._poll = watched(self._members)
+        try:
+            if self._writer.workers.watch is None or not self._poll.poll(0):  # they end on purpose; or nothing happened
+                return
+            self._next_look = 0.0  # there may be more to raise
+            for rank, member in list(self._members.items()):
+                member.read()
+                if not member.lost or member.reported:
+                    continue
+                if member.failure is None and self._restarts[rank] > 0:
+                    self._restarts[rank] -= 1
+                    self.restart(rank)
+                else:
+                    raise self._loss(rank, member)
+            self._poll = watched(self._members)
+        finally:
+            self._looking.release()
 
     def _before_write(self) -> None:
         """As _look(), for each publish() and update(); at most once in some milliseconds."""
@@ -319,7 +328,7 @@ class WorkerQueue(queues.Queue):
         self._workers = workers
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """The next item. Raises queue.Empty, WorkerFailed, WorkerDied, ProtocolError."""
+        """The next item. Raises queue.Empty, WorkerFailed, ProtocolError; WorkerDied also for an item that is lost."""
         workers: Workers | None = getattr(self, "_workers", None)  # it is not pickled with the queue
         if workers is None or workers._writer.in_parent:  # in a worker
             return super().get(block, timeout)
@@ -333,6 +342,11 @@ class WorkerQueue(queues.Queue):
             except queue.Empty:
                 if not block or left <= 0:
                     raise
+            except (ConnectionError, FileNotFoundError, EOFError) as error:  # torch asks the process that has put it
+                raise WorkerDied(
+                    "an item of the queue is lost: its tensors went with the worker that had put it, which has ended. "
+                    "Let a worker that returns, or may die, put arrays: tensor.numpy() of what it keeps no more"
+                ) from error
             if not running:
                 raise ProtocolError(
                     "the queue is empty, and no worker runs that could fill it; workers.restart(rank) starts one"

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import queue
 import signal
 import sys
+import time
 
 import pytest
+import torch
 
 import shmsync
 from shmsync import cli
+from support.calls import Call
 from support.jobs import workers as jobs
 from support.jobs.workers import apply
 from support.processes import until
@@ -200,3 +204,47 @@ def test_a_queue_of_the_workers_raises_what_they_fail_with(pub, method):
             workers.get(timeout=math.inf)
         with pytest.raises(shmsync.ProtocolError, match="before they are started"):
             workers.queue()
+
+
+def put_tensors(sub, answers):
+    answers.put(torch.arange(3).numpy())
+    answers.put(torch.arange(3))
+
+
+def test_an_item_that_went_with_its_worker_is_a_death_and_the_others_are_there(pub):
+    workers = shmsync.Workers(pub, put_tensors, 1)
+    workers.queue()
+    with workers:
+        until(lambda: not workers.alive)
+        assert workers.get().tolist() == [0, 1, 2]
+        with pytest.raises(shmsync.WorkerDied, match=r"lost.*tensor.numpy\(\)"):
+            workers.get()
+        with pytest.raises(shmsync.ProtocolError, match="no worker runs"):
+            workers.get()
+
+
+def put_for_ever(sub, *answers):
+    while sub.publisher_alive:
+        sub.refresh()
+        for each in answers:
+            with contextlib.suppress(queue.Full):
+                each.put(sub.version, timeout=0.01)
+
+
+def take_until(ends, answers):
+    taken = 0
+    while time.monotonic() < ends:
+        answers.get()
+        taken += 1
+    return taken
+
+
+def test_threads_may_publish_and_take_answers_at_once(pub):
+    workers = shmsync.Workers(pub, put_for_ever, 2)
+    answers = [workers.queue(maxsize=8), workers.queue(maxsize=8)]
+    ends = time.monotonic() + 2
+    with workers:
+        taking = [Call(take_until, ends, each) for each in answers]
+        while time.monotonic() < ends:
+            pub.publish()
+        assert all(each.result() for each in taking)
