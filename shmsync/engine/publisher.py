@@ -303,6 +303,9 @@ class Update:
     """What Publisher.update() returns.
 
     Not traced where an optimizer's step is compiled: only the step is.
+
+    Attributes:
+        repairs: every byte of an adopted module is written inside, so that it may begin with torn weights.
     """
 
     def __init__(self, publisher: Publisher, acks: Acks | None, timeout: float | None) -> None:
@@ -312,6 +315,7 @@ class Update:
         self._acks = acks
         self._timeout = timeout
         self._seconds = 0.0  # spent at the entry
+        self.repairs = False
 
     def __enter__(self) -> TensorDictBase:
         writer, started = self._writer, time.perf_counter()
@@ -329,7 +333,7 @@ class Update:
             writer.lock.release(self)
             raise
         try:
-            weights = writer.begin_update(deadline)
+            weights = writer.begin_update(deadline, self.repairs)
             self._seconds = time.perf_counter() - started
             return weights
         except BaseException:

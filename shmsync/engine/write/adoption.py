@@ -293,6 +293,7 @@ class Adoption:
             copies: dict[int, torch.Tensor] = {}
             private = [copies.setdefault(view.data_ptr(), view.clone()) for _, view in placed]
             _native.set_data([tensor for tensor, _ in placed], private)
+            writes = [tensor._version if counts_changes(tensor) else None for tensor, _ in placed]
         self._references.clear()  # torch swaps no tensor that it refers to, and a load may swap
         self._loading = threading.get_ident()
         try:
@@ -301,18 +302,21 @@ class Adoption:
                 kept = {id(tensor) for store in stores for tensor in store.values()}
                 pairs = zip(placed, private, strict=True)
                 loaded = [pair for pair, copy in pairs if id(pair[0]) in kept and _shows(pair[0], copy)]
+                written = (
+                    id(tensor) not in kept or (before_it is not None and tensor._version != before_it)
+                    for (tensor, _), before_it in zip(placed, writes, strict=True)
+                )
+                whole = module is self.source and not getattr(result, "missing_keys", [""]) and all(written)
                 _native.set_data([tensor for tensor, _ in loaded], [view for _, view in loaded])
             self.watch_next()  # it has written into private copies
-            whole = module is self.source and not getattr(result, "missing_keys", ["?"])
-            repairs = whole and not self._inside() and publisher._writer.native.poisoned  # so nobody reads
-            with nullcontext() if self._inside() or repairs else publisher.update():
+            update = publisher.update()
+            update.repairs = whole
+            with nullcontext() if self._inside() else update:
                 if isinstance(plan := self.plan(), Placement):  # now: what the body writes next comes later
                     plan.apply()
                 with plainly():
                     for _, view in loaded:
                         assign(view, copies[view.data_ptr()])
-            if repairs:
-                publisher.publish()
             return result
         except BaseException:
             with plainly():

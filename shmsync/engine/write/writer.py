@@ -274,9 +274,7 @@ class Writer:
         if self.native.poisoned:
             cure = "with all weights, or without an argument for those that the Publisher was made of"
             if self.adopted is not None:
-                cure = (
-                    "without an argument: it takes the adopted module as it is now; or load_state_dict() of that module"
-                )
+                cure = "without an argument: it takes what is adopted as it is now, or load_state_dict() with all of it"
             raise Poisoned(
                 f"update() to version {self.next_version} of arena {self.name!r} failed half way, so this would leave "
                 f"torn weights; call publish() first, {cure}",
@@ -285,9 +283,10 @@ class Writer:
 
     # ---- update()
 
-    def begin_update(self, deadline: float) -> TensorDictBase:
+    def begin_update(self, deadline: float, repairs: bool) -> TensorDictBase:
         """Get a slot that has the current version, to be written in place; its weights. For Update, after ready()."""
-        self.refuse_poisoned()
+        if not repairs:
+            self.refuse_poisoned()
         if self.workers.watch is not None:
             self.workers.watch.before_write()
         plan = None

@@ -177,6 +177,12 @@ def test_a_load_of_the_whole_module_repairs_an_update_that_failed(adopted, assig
         module.load_state_dict({"0.bias": good["0.bias"]}, assign=assign)
     with pytest.raises(shmsync.Poisoned):
         module.load_state_dict({"0.bias": good["0.bias"]}, strict=False, assign=assign)
+    skips = module[1].register_load_state_dict_pre_hook(lambda _, state, prefix, *__: state.pop(prefix + "weight"))
+    named = module.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
+    with pytest.raises(shmsync.Poisoned):
+        module.load_state_dict(good, assign=assign)
+    skips.remove()
+    named.remove()
     assert pub.version == 1
     module.load_state_dict(good, assign=assign)
     assert pub.version == 2
