@@ -45,7 +45,6 @@ class SlotWriter:
         self.arena, self.name, self.me = arena, name, me().owner
         self.peers, self.counts = Peers(), Counts()
         self.native = _native.Writer(arena.control, self.me, arena.device_slab is not None)
-        self.all_device_writes: list[DeviceWrites] = []  # one or none, for who holds no SlotWriter
         self.device_writes: DeviceWrites | None = None
         if arena.device_slab is not None:
             self.commit_by(arena.device_slab)
@@ -58,7 +57,6 @@ class SlotWriter:
     def commit_by(self, place: DeviceSlab) -> None:
         """Let the device of this place commit from now on."""
         self.device_writes = DeviceWrites(place, self.arena.manifest, self.name, self.native)
-        self.all_device_writes.append(self.device_writes)
 
     def begin(self, deadline: float, version: int | None = None) -> None:
         """Get a slot to write, or raise with nothing written; the caller undoes. `version`: this one, not the next.

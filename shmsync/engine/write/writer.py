@@ -26,9 +26,9 @@ from ...errors import (
     WriterBusy,
 )
 from ...memory import segment
-from ...memory.arena import Arena, create
+from ...memory.arena import create
 from ...memory.devices import Device
-from ...memory.process import Peers, stay_if_exiting
+from ...memory.process import stay_if_exiting
 from ...memory.torch_modes import plainly
 from ..deadlines import DEFAULT_TIMEOUT, Samples, deadline_after
 from ..pickling import copy_by_value
@@ -93,9 +93,7 @@ class Writer:
         self.updating_thread: int | None = None
         self._generation = _native.fork_generation()
         copy_by_value()
-        self._was_closed: list[bool] = []  # filled by close(), which holds the lock itself
-        parts = self.arena, self._created, self.native, self.slots.all_device_writes, self.peers
-        self._finalizer = util.Finalize(self, _clean_up, (*parts, self._was_closed), exitpriority=20)
+        self._finalizer = util.Finalize(self, _clean_up, (self.slots, self._created, self.lock), exitpriority=20)
 
     def open(self, first_version: int | None = None) -> None:
         """Publish the first version, and let readers attach. Its number: this one, or the next of a dead publisher."""
@@ -367,29 +365,21 @@ class Writer:
             finally:
                 self.closed = True
                 self.plans.forget()
-                self._was_closed.append(True)
                 self._finalizer()
         finally:
             self.slots.closing -= 1
             self.lock.release(holder)
 
 
-def _clean_up(
-    arena: Arena,
-    created: segment.Created,
-    native: _native.Writer,
-    devices: list[DeviceWrites],
-    peers: Peers,
-    closing: list[bool],
-) -> None:
+def _clean_up(slots: SlotWriter, created: segment.Created, lock: _native.WriterLock) -> None:
     """End the arena. Holds no Writer, so that it can run when that is collected, and at exit."""
-    for device in devices:
+    if slots.device_writes is not None:
         with suppress(ShmSyncError):  # close() has waited before
-            device.wait(time.monotonic() + _LAST_VERSION)
-        device.take_back()
-    native.close()
+            slots.device_writes.wait(time.monotonic() + _LAST_VERSION)
+        slots.device_writes.take_back()
+    slots.native.close()
     segment.withdraw(created)
-    peers.close()
+    slots.peers.close()
     # At the exit a daemon thread may still copy, and the memory goes with the process anyway.
-    if closing or not util.is_exiting():
-        arena.release()
+    if lock.mine or not util.is_exiting():
+        slots.arena.release()
