@@ -96,20 +96,15 @@ class Outcome:
         if self.failed:
             self._raise_failure(what)
         if self.dead:
-            raise self.death(what, version)
+            words, late = self._wording, "".join(f"; {each}" for each in self.about_late())
+            raise WorkerDied(
+                f"{what} {words.sent}, but {_with_cause(self.dead)} {words.died} before {words.doing}{late}. "
+                f"{words.after_death}",
+                version=version,
+                missing=[*self.dead, *self.late],
+            )
         if self.late:
             raise self.lateness(what, version)
-
-    def death(self, what: str, version: int | None) -> WorkerDied:
-        """The error that names the dead."""
-        words = self._wording
-        late = "".join(f"; {each}" for each in self.about_late())
-        return WorkerDied(
-            f"{what} {words.sent}, but {_with_cause(self.dead)} {words.died} before {words.doing}{late}. "
-            f"{words.after_death}",
-            version=version,
-            missing=[*self.dead, *self.late],
-        )
 
     def lateness(self, what: str, version: int | None) -> AckTimeout:
         """The error that names the late."""

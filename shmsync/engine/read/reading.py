@@ -357,9 +357,15 @@ class ReadPath(_native.Reader):
                     version=self.latest + 1,
                 )
         elif not self._peers.alive(self.writer):  # death first: then the state is final
-            outcome = self._enter_after_writer_died(hopeless)
+            outcome = self.enter_after_death()  # its last whole version is served, a half written one never is
             if outcome != Enter.POISONED:
                 return outcome
+            if hopeless:
+                raise Poisoned(
+                    f"the publisher of arena {self.name!r} (pid {pid_of(self.writer)}) died in the middle of "
+                    f"version {self.latest + 1}, so the weights are half written; restart it",
+                    version=self.latest + 1,
+                )
         elif late:
             raise WriterBusy(
                 f"the publisher of arena {self.name!r} kept readers out until the deadline; make its update() "
@@ -369,17 +375,6 @@ class ReadPath(_native.Reader):
         self.wait_at_gate(slice_until(deadline))
         self._check_wait()
         return self.try_enter(pinned)
-
-    def _enter_after_writer_died(self, hopeless: bool) -> Enter:
-        """What a dead writer has left is final: its last whole version is served, a half written one never is."""
-        outcome = self.enter_after_death()
-        if outcome == Enter.POISONED and hopeless:
-            raise Poisoned(
-                f"the publisher of arena {self.name!r} (pid {pid_of(self.writer)}) died in the middle of "
-                f"version {self.latest + 1}, so the weights are half written; restart it",
-                version=self.latest + 1,
-            )
-        return outcome
 
     def _move(self) -> None:
         """Move all followers to the held version, then ack it."""

@@ -38,19 +38,18 @@ def arrays_of(tensors: Mapping[Key, torch.Tensor]) -> dict[str, Any]:
 
     Raises ProtocolError for leaves that are not in the host's memory, and for a dtype that numpy lacks.
     """
-    return {".".join(key): _array(key, leaf) for key, leaf in tensors.items()}
-
-
-def _array(key: Key, leaf: torch.Tensor) -> Any:
-    try:
-        array = leaf.detach().numpy()
-    except (TypeError, RuntimeError) as error:
-        raise ProtocolError(
-            f"{'.'.join(key)!r} is {leaf.dtype} on {leaf.device}, which numpy cannot show: {error}. Use "
-            "section.weights, or publish it with dtype= and device=None"
-        ) from error
-    array.setflags(write=False)  # for good: the memory is not numpy's own, so numpy never allows writes again
-    return array
+    arrays = {}
+    for key, leaf in tensors.items():
+        name = ".".join(key)
+        try:
+            array = arrays[name] = leaf.detach().numpy()
+        except (TypeError, RuntimeError) as error:
+            raise ProtocolError(
+                f"{name!r} is {leaf.dtype} on {leaf.device}, which numpy cannot show: {error}. Use section.weights, or "
+                "publish it with dtype= and device=None"
+            ) from error
+        array.setflags(write=False)  # for good: the memory is not numpy's own, so numpy never allows writes again
+    return arrays
 
 
 class _OfVersion(NamedTuple):

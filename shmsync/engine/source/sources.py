@@ -159,7 +159,7 @@ def _below(value: Any) -> Any:
 
 
 def _of_module(module: nn.Module) -> Iterator[tuple[Key, torch.Tensor]]:
-    for path, child, _ in walk(module):
+    for path, child in walk(module):
         for name, tensor in (*child._parameters.items(), *child._buffers.items()):
             if tensor is not None:
                 yield ((*path, *name.split(".")) if "." in name else (*path, name)), tensor  # TensorDictParams has dots
@@ -185,8 +185,8 @@ def check_keys(tensors: Mapping[Key, Any]) -> None:
         raise ManifestMismatch("these weights cannot be published: " + "; ".join(problems))
 
 
-def manifest_of(weights: Weights, filter: Filter, dtype: Dtypes) -> tuple[dict[Key, Any], Manifest]:
-    """The leaves of a new arena for these weights, and its manifest. Raises ManifestMismatch."""
+def manifest_of(weights: Weights, filter: Filter, dtype: Dtypes) -> Manifest:
+    """The manifest of a new arena for these weights. Raises ManifestMismatch."""
     everything = collect(weights, EVERYTHING)
     tensors = everything
     if filter.filters:
@@ -202,7 +202,7 @@ def manifest_of(weights: Weights, filter: Filter, dtype: Dtypes) -> tuple[dict[K
     unsaved = not_saved(weights) if isinstance(weights, nn.Module) else ()
     if type(weights) is dict:  # a state_dict() is an OrderedDict, and its ties are meant
         _warn_of_ties(weights)
-    return tensors, Manifest.of(tensors, dtypes=dtypes, filtered=filter.filters, unsaved=unsaved)
+    return Manifest.of(tensors, dtypes=dtypes, filtered=filter.filters, unsaved=unsaved)
 
 
 def _warn_of_ties(weights: Mapping[str, Any]) -> None:

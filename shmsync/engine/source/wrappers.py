@@ -33,7 +33,6 @@ class Submodule(NamedTuple):
 
     path: Key  # without the wrappers
     module: nn.Module
-    wrappers: tuple[nn.Module, ...]  # around it, the outermost first
 
 
 def walk(module: nn.Module) -> Iterator[Submodule]:
@@ -47,7 +46,6 @@ def walk(module: nn.Module) -> Iterator[Submodule]:
     while waiting:  # no recursion: a generator inside a generator would pass each module up through all levels
         path, each = waiting.pop()
         check_depth(path)
-        around: list[nn.Module] = []
         while isinstance(each, types):
             name = next(name for kind, name in kinds.items() if isinstance(each, kind))
             if not name:
@@ -57,9 +55,8 @@ def walk(module: nn.Module) -> Iterator[Submodule]:
                     "get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)), which all ranks "
                     "must call"
                 )
-            around.append(each)
             each = each._modules[name]
-        yield Submodule(path, each, tuple(around))
+        yield Submodule(path, each)
         waiting += [((*path, name), child) for name, child in reversed(each._modules.items()) if child is not None]
 
 
@@ -80,11 +77,6 @@ def modules_in(module: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def bare(key: Key) -> Key:
-    """A key without the names of wrappers, a user's own `module` included."""
-    return (*(part for part in key[:-1] if part not in _NAMES), *key[-1:])
-
-
 def respelled(tensors: Mapping[Key, Any], known: Collection[Key]) -> dict[Key, Any]:
     """These tensors, each under the known key that is the same as its own without the names of wrappers.
 
@@ -97,10 +89,12 @@ def respelled(tensors: Mapping[Key, Any], known: Collection[Key]) -> dict[Key, A
 
 
 def _by_bare(keys: Collection[Key]) -> dict[Key, Key]:
+    """These keys by themselves without the names of wrappers, a user's own `module` included."""
     found: dict[Key, list[Key]] = {}
     for key in keys:
-        found.setdefault(bare(key), []).append(key)
-    return {plain: each[0] for plain, each in found.items() if len(each) == 1}
+        bare = (*(part for part in key[:-1] if part not in _NAMES), *key[-1:])
+        found.setdefault(bare, []).append(key)
+    return {bare: each[0] for bare, each in found.items() if len(each) == 1}
 
 
 def of_wrappers(keys: Collection[Key]) -> set[Key]:

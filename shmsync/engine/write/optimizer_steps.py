@@ -16,10 +16,8 @@ from ... import _native
 from ...errors import ProtocolError
 from ..bind.compiled import leave_alone, skip
 
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
-
-def as_list(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+def as_list(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> list[torch.optim.Optimizer]:
     """What adopt() takes: none, one, or several. Raises TypeError for anything else."""
     optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     for each in optimizers:

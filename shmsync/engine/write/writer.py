@@ -80,8 +80,7 @@ class Writer:
         self.source: Weights | None = weights
         self.name, self.timeout = name, timeout
         with plainly():
-            tensors, manifest = manifest_of(weights, filter, dtype)
-        del tensors
+            manifest = manifest_of(weights, filter, dtype)
         self.arena, self._created = create(name, manifest, slots=slots, max_readers=max_readers, device=device)
         self.plans = PlanCache(self.arena, name, filter)
         self.slots = SlotWriter(self.arena, name)
