@@ -55,9 +55,9 @@ class Attachment:
             made = Subscriber(handle, consistency=scheme.consistency, worker=worker, timeout=scheme.timeout)
             try:
                 if isinstance(model, nn.Module):
-                    reader = reader_of(made)
-                    copies = lies_elsewhere(model, reader.arena.torch_device)
-                    fit_of(bindable(model), reader.arena, reader.name, copies=copies)
+                    arena = reader_of(made).arena
+                    copies = lies_elsewhere(model, arena.torch_device)
+                    fit_of(bindable(model), arena, made.name, copies=copies)
                 elif model is not None:
                     with made.read() as section:
                         WeightStrategy(partial=scheme.partial).check_weights(model, section.weights)
@@ -67,20 +67,9 @@ class Attachment:
                 raise
             self.handle, self.subscriber = handle, made
             self._bound: weakref.ref[nn.Module] | None = None  # its guard keeps the subscriber
-        if version:
-            self._move_to(version)
-        if isinstance(model, nn.Module):
-            if self._bound is None or self._bound() is not model:
-                reader = reader_of(self.subscriber)
-                bind(reader, model, calls_of(model), copies=lies_elsewhere(model, reader.arena.torch_device))
-                self._bound = weakref.ref(model)
-        elif model is not None:
-            with self.subscriber.read() as section:
-                WeightStrategy(partial=scheme.partial).apply_weights(model, section.weights)
-
-    def _move_to(self, version: int) -> None:
         reader = reader_of(self.subscriber)
-        self.subscriber.refresh()
+        if version:
+            self.subscriber.refresh()
         if reader.applied_version < version:
             where = "inside a read section of this thread" if reader.in_section else "in the arena that is known here"
             raise ProtocolError(
@@ -88,6 +77,13 @@ class Attachment:
                 "sections; if the scheme was restarted, make a new receiver",
                 version=version,
             )
+        if isinstance(model, nn.Module):
+            if self._bound is None or self._bound() is not model:
+                bind(reader, model, calls_of(model), copies=lies_elsewhere(model, reader.arena.torch_device))
+                self._bound = weakref.ref(model)
+        elif model is not None:
+            with self.subscriber.read() as section:
+                WeightStrategy(partial=scheme.partial).apply_weights(model, section.weights)
 
     def close(self) -> None:
         """Leave the arena; a bound module raises ClosedError from now on. Idempotent.
@@ -128,10 +124,7 @@ class SharedMemReceiver(PipeReceiver):
     The module is bound at the first receive(). From then on each forward uses the newest version.
     """
 
-    @override
-    def _start_here(self) -> None:
-        super()._start_here()
-        self._attachment: Attachment | None = None
+    _attachment: Attachment | None = None
 
     @property
     @override

@@ -41,7 +41,7 @@ class PipeTransport:
         if model_id not in self._senders:
             sender = self._senders[model_id] = self._scheme.create_sender()
             sender._set_context(None, model_id)
-        self._senders[model_id]._use_links(self._links())
+        self._senders[model_id]._links = self._links()
         return self._senders[model_id]
 
     def send_weights(self, model_id: str, weights: Any) -> None:

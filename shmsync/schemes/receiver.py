@@ -30,10 +30,6 @@ class WeightReceiver:
         self._strategy = scheme.make_strategy()
         self._model_id = "policy"
         self._worker_idx: int | None = None
-        self._start_here()
-
-    def _start_here(self) -> None:
-        """Set what belongs to this process; a copy begins without it."""
         self._context_ref: weakref.ref[Any] | None = None
         self._model_ref: Any = None
         self._transport: Any = None

@@ -98,7 +98,7 @@ class WeightSender:
         self._context_ref: weakref.ref[Any] | None = None
         self._model: Any = None  # what init_on_sender(model=) got
         self._cached: Any = None  # what init_on_sender(cached_weights=) got
-        self._transports: dict[int, Any] = {}  # what reaches each worker
+        self._links: dict[int, Any] = {}  # what reaches each worker
         self._posted: Posted | None = None  # of a send_async()
         self._lock = SendLock()
 
@@ -115,7 +115,7 @@ class WeightSender:
     @property
     def worker_ids(self) -> list[int]:
         """The registered workers."""
-        return sorted(self._transports)
+        return sorted(self._links)
 
     @property
     def _context(self) -> Any:
@@ -133,7 +133,7 @@ class WeightSender:
             worker_idx: the worker's index. Raises ValueError for one that is not registered.
         """
         (index,) = chosen_workers([worker_idx], self.worker_ids)
-        return bool(getattr(self._transports[index], "reported", False))
+        return bool(getattr(self._links[index], "reported", False))
 
     def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
         """Reach this worker over this pipe from now on. It replaces an earlier worker of the same index.
@@ -147,7 +147,7 @@ class WeightSender:
 
         Raises ValueError for another index, TypeError for another process.
         """
-        self._transports[check_worker(worker_idx)] = self._scheme.create_transport(pipe_or_context)
+        self._links[check_worker(worker_idx)] = self._scheme.create_transport(pipe_or_context)
 
     def _set_context(self, context: Any, model_id: str) -> None:
         """Look for the model here when send() gets none. Held weakly."""
@@ -274,12 +274,12 @@ class WeightSender:
 
     def _living(self, workers: list[int]) -> dict[int, Any]:
         """What reaches those of these workers that no error has named as dead. Raises WorkerDied when there is none."""
-        if not self._transports and self._unpickled:
+        if not self._links and self._unpickled:
             raise ProtocolError(
                 "this sender was unpickled: pipes and workers stayed with the original, so it has no workers; call "
                 "register_worker() for each first"
             )
-        living = {index: self._transports[index] for index in workers if not self._transports[index].reported}
+        living = {index: self._links[index] for index in workers if not self._links[index].reported}
         if workers and not living:
             raise WorkerDied(
                 f"all workers that {self._model_id!r} should go to are dead ({', '.join(map(str, workers))}); nothing "
@@ -291,7 +291,7 @@ class WeightSender:
     def _post(self, source: Any, workers: list[int], deadline: float) -> Posted:
         """Write the weights, and hand each worker its message; what _gather() needs."""
         self._version += 1
-        posted = Posted(self._version, {index: self._transports[index] for index in workers})
+        posted = Posted(self._version, {index: self._links[index] for index in workers})
         for index, transport in posted.workers.items():
             send = getattr(transport, "send_weights_async", transport.send_weights)
             _call(posted, index, send, self._model_id, source)
@@ -338,26 +338,19 @@ def _call(posted: Posted, index: int, function: Any, *args: Any) -> None:
 class PipeSender(WeightSender):
     """Sends one model to workers at the other ends of pipes: a message to each, then one wait."""
 
-    @property
-    def default_timeout(self) -> float:  # type: ignore[override]
-        """Of a call without timeout=, in seconds: the scheme's."""
-        return float(self._scheme.timeout)
+    _links: dict[int, Link]  # those of a scheme or of a transport are shared by their senders
 
     @override
     def _start_here(self) -> None:
         super()._start_here()
-        self.links: dict[int, Link] = self._transports
+        self.default_timeout = self._scheme.timeout
         self._pipes: dict[int, Any] = {}  # kept open as long as the sender: a link does not hold its pipe
-
-    def _use_links(self, links: dict[int, Link]) -> None:
-        """Reach the workers over these, which others use too."""
-        self.links = self._transports = links
 
     @override
     def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
         worker_idx = check_worker(worker_idx)
         pipe = getattr(pipe_or_context, "pipe", pipe_or_context)
-        self.links[worker_idx] = Link.of(pipe, process)
+        self._links[worker_idx] = Link.of(pipe, process)
         self._pipes[worker_idx] = pipe
 
     def pending(self, worker_idx: int) -> list[Any]:
@@ -367,7 +360,7 @@ class PipeSender(WeightSender):
         ValueError for a worker that is not registered.
         """
         (index,) = chosen_workers([worker_idx], self.worker_ids)
-        return self.links[index].take_pending()
+        return self._links[index].take_pending()
 
     def resend(self, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None) -> int:
         """Bring workers that joined late to the newest version, with every leaf; nothing new is published.

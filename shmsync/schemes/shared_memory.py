@@ -183,7 +183,7 @@ class SharedMemSender(PipeSender):
     @override
     def _start_here(self) -> None:
         super()._start_here()
-        self._use_links(self._scheme._links)
+        self._links = self._scheme._links
 
     @cached_property
     def arenas(self) -> ModelArenas:
@@ -199,10 +199,10 @@ class SharedMemSender(PipeSender):
     def set_up(self, arguments: Arguments) -> None:
         """Take in the model and the workers; weights that are registered already go to these."""
         pipes = arguments.needed("pipes")
-        for index in [index for index in self.links if index >= len(pipes)]:
-            del self.links[index]
+        for index in [index for index in self._links if index >= len(pipes)]:
+            del self._links[index]
         super().set_up(arguments)
-        if self.arenas.registered is not None and self.links:
+        if self.arenas.registered is not None and self._links:
             self.open()
 
     @override
@@ -215,16 +215,16 @@ class SharedMemSender(PipeSender):
         source = self.arenas.registered
         if source is None:
             source = self._source(None)
-        self.arenas.open(source, self._next_version(self.links, self.version), len(self.links))
+        self.arenas.open(source, self._next_version(self._links, self.version), len(self._links))
         self._show_weights()
-        for publisher, links in self._by_arena(self.links):
+        for publisher, links in self._by_arena(self._links):
             self._tell(publisher, links)
 
     def _groups(self, links: Mapping[int, Link]) -> list[int]:
         """The groups of these workers; without workers the arena of all is written."""
-        if not self.links:
+        if not self._links:
             return [ALL]
-        return self._scheme._groups.of_all(links, [index for index, link in self.links.items() if not link.reported])
+        return self._scheme._groups.of_all(links, [index for index, link in self._links.items() if not link.reported])
 
     @contextlib.contextmanager
     def update(self, *, timeout: float | None = None) -> Iterator[TensorDictBase]:
@@ -278,7 +278,7 @@ class SharedMemSender(PipeSender):
                 "auto_register=True"
             )
         version = self._next_version(links, before)
-        arenas.publish(source, self._groups(links), version, len(self.links), deadline)
+        arenas.publish(source, self._groups(links), version, len(self._links), deadline)
         self._show_weights()
 
     def _show_weights(self) -> None:

@@ -318,7 +318,7 @@ class RemoteSender(WeightSender):
     """Sends to all workers at once, and waits for all of them with one deadline."""
 
     _scheme: RemoteScheme
-    _transports: dict[int, RemoteTransport]
+    _links: dict[int, RemoteTransport]
 
     @override
     def _start_here(self) -> None:

@@ -293,7 +293,7 @@ class RayModuleTransformSender(RemoteSender):
 
     @override
     def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
-        if not any(transport.connected for transport in self._transports.values()):
+        if not any(transport.connected for transport in self._links.values()):
             found = None if self._context is None else find_object(self._context, self._model_id)
             if found is None or actor_of(found) is None:
                 why = "is gone" if self._context is None else f"has no actor under {self._model_id!r}"

@@ -24,9 +24,8 @@ class RemoteReceiver(WeightReceiver):
     Thread-safe: calls may come on any thread.
     """
 
-    @override
-    def _start_here(self) -> None:
-        super()._start_here()
+    def __init__(self, scheme: Any) -> None:
+        super().__init__(scheme)
         self._applying = threading.Lock()
         self._news = threading.Event()
         self._attachment = Attachment()  # to the arena of its node
