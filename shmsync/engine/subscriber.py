@@ -420,8 +420,7 @@ def live_weights(handle: Handle) -> TensorDictBase:
     subscriber = Subscriber(handle)
     weights: Any = subscriber.weights
     weights.subscriber = subscriber  # lives as long
-    found: TensorDictBase = weights
-    return found
+    return weights
 
 
 def reader_of(subscriber: Subscriber) -> ReadPath:

@@ -88,8 +88,7 @@ class WeightSyncScheme(ABC):
 
         if backend not in _BACKENDS:
             raise ValueError(f"backend is one of {', '.join(map(repr, _BACKENDS))}, not {backend!r}")
-        made: WeightSyncScheme = getattr(schemes, _BACKENDS[backend])(**options)
-        return made
+        return getattr(schemes, _BACKENDS[backend])(**options)
 
     def init_on_sender(self, model_id: str = "policy", context: Any = None, **kwargs: Any) -> None:
         """Prepare to send the model of this id.

@@ -82,8 +82,7 @@ class Registered:
         """The live TensorDict of the arena."""
         weights: Any = live_weights(handle)
         weights.worker = worker
-        found: TensorDictBase = weights
-        return found
+        return weights
 
     def __reduce__(self) -> Any:
         return Registered.read_by_recv, (self.handle, self.worker)

@@ -220,13 +220,6 @@ def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...], strides: Stri
     return torch.frombuffer(data, dtype=dtype).as_strided(shape, contiguous(shape) if strides is None else strides)
 
 
-def _weights_of(message: Message) -> Any:
-    """What a message brings. Raises why it cannot be had."""
-    if message.kind == messages.REGISTER:
-        raise ValueError(f"{message.model_id!r} is registered in shared memory; use one scheme on both sides")
-    return message.content.read() if isinstance(message.content, Apart) else message.content
-
-
 class MPTransport(PipeTransport):
     """Weights through one pipe, in either direction; see PipeTransport.
 
@@ -240,7 +233,9 @@ class MPTransport(PipeTransport):
 
     @override
     def _content(self, message: Message) -> Any:
-        return _weights_of(message)
+        if message.kind == messages.REGISTER:
+            raise ValueError(f"{message.model_id!r} is registered in shared memory; use one scheme on both sides")
+        return message.content.read() if isinstance(message.content, Apart) else message.content
 
 
 class MultiProcessReceiver(PipeReceiver):
@@ -250,6 +245,6 @@ class MultiProcessReceiver(PipeReceiver):
 
     @override
     def _use(self, message: Message) -> None:
-        self._strategy.apply_weights(self._resolve_model_ref(), _weights_of(message))
+        self._strategy.apply_weights(self._resolve_model_ref(), self._transport._content(message))
         if message.tag is not None:
             self._version = message.tag[1]

@@ -76,8 +76,7 @@ class Pipe:
             raise ValueError(
                 f"a worker is reached over one end of multiprocessing.Pipe(), not over a {type(connection).__name__}"
             )
-        pipe: Pipe | None = connection.__dict__.get("_shmsync_pipe")
-        return pipe
+        return connection.__dict__.get("_shmsync_pipe")
 
     @classmethod
     def of(cls, connection: Any) -> Self:

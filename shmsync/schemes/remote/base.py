@@ -291,10 +291,6 @@ class RemoteScheme(WeightSyncScheme):
         self.timeout = timeout_or_default(timeout, DEFAULT_TIMEOUT)
 
     @abstractmethod
-    def create_transport(self, pipe_or_context: Any) -> RemoteTransport:
-        """The transport to one worker, given as workers() gives it."""
-
-    @abstractmethod
     def workers(self, arguments: Arguments) -> Sequence[Any]:
         """What create_transport() takes for each worker, from what init_on_sender() got. Raises ValueError."""
 
@@ -365,8 +361,7 @@ class RemoteSender(WeightSender):
                 )
             self._version += 1  # now: a node may have it although this raises
             label = Label(self._packer.session, self._model_id, self._version, True, {})
-            exchange: Exchange = self._nodes.post(source, label, connected, deadline)
-            return exchange
+            return self._nodes.post(source, label, connected, deadline)
         packed = source
         if not isinstance(source, PackedWeights):
             packed = self._packer.pack(source, self._model_id, self._version + 1)
@@ -382,4 +377,4 @@ class RemoteSender(WeightSender):
     def close(self) -> None:
         """End the arena of this node, if there is one. Idempotent."""
         if self._nodes is not None:
-            self._nodes.close()
+            self._nodes.near.close()

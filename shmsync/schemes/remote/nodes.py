@@ -108,10 +108,6 @@ class NodeFanOut:
             return self.near.state_dict()
         return None if packed is None else unpack(packed.label, packed.manifest, packed.buffer.clone())
 
-    def close(self) -> None:
-        """End the arena of this node. Idempotent."""
-        self.near.close()
-
 
 class NodeExchange(Exchange):
     """One send, with the News of each node that has its weights.
