@@ -16,7 +16,7 @@ from ..memory.manifest import Leaf, Manifest
 from ..memory.torch_modes import run_plainly
 from .source.leaf_check import problem_with
 from .source.manifest_check import second_names
-from .source.sources import EVERYTHING, collect
+from .source.sources import collect
 from .source.wrappers import unwrapped
 
 
@@ -71,7 +71,7 @@ def _held(module: nn.Module, manifest: Manifest) -> list[tuple[Leaf, torch.Tenso
     """The tensors of a module that stand for leaves: under their own names, or tied to one that does."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"digest() takes torch.nn.Module objects, not a {type(module).__name__}")
-    tensors, by_key = collect(unwrapped(module), EVERYTHING, manifest), manifest.by_key
+    tensors, by_key = collect(unwrapped(module), manifest), manifest.by_key
     second = second_names(tensors, by_key)
     named = ((by_key.get(second.get(key, key)), tensor) for key, tensor in tensors.items())
     return [(leaf, tensor) for leaf, tensor in named if leaf is not None]

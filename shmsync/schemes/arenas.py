@@ -20,7 +20,7 @@ from torch import nn
 from ..engine.publisher import Publisher, writer_of
 from ..engine.source.dtypes import Dtypes
 from ..engine.source.manifest_check import shown_by_others
-from ..engine.source.sources import EVERYTHING, Weights, collect
+from ..engine.source.sources import Weights, collect
 from ..engine.write.writer import Writer
 from ..errors import ManifestMismatch
 from ..memory.manifest import Key
@@ -217,7 +217,7 @@ class ModelArenas:
     def _move(self, weights: TensorDictBase) -> dict[Key, torch.Tensor]:
         """Make the leaves of a TensorDict the arena's own memory; those that stay outside, by key."""
         arena = writer_of(self.by_group[ALL]).arena
-        found = collect(weights, EVERYTHING, arena.manifest, to_write=True)
+        found = collect(weights, arena.manifest, to_write=True)
         outside = {key: leaf for key, leaf in found.items() if key in arena.manifest.by_key}
         if self._options.groups is not None or arena.slots > 1 or arena.device_slab is not None:
             return outside

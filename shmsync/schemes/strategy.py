@@ -13,7 +13,7 @@ from .. import _native
 from ..engine.source.dtypes import Dtypes, cast_leaves, check_dtypes, matching_patterns
 from ..engine.source.leaf_check import problem_with
 from ..engine.source.manifest_check import same_bytes
-from ..engine.source.sources import EVERYTHING, check_keys, collect, not_saved
+from ..engine.source.sources import check_keys, collect, not_saved
 from ..engine.source.wrappers import respelled, walk
 from ..errors import ManifestMismatch
 from ..memory.arena import lies_in, nested, readonly_ranges
@@ -129,7 +129,7 @@ class WeightStrategy:
                 f"{type(destination).__name__}"
             )
         given, states = leaves_of(weights)
-        targets = _by_path(collect(destination, EVERYTHING, to_write=True))
+        targets = _by_path(collect(destination, to_write=True))
         unsaved: set[Key] = set()
         modules: dict[Key, nn.Module] = {}  # by the key of their extra state
         if isinstance(destination, nn.Module):
@@ -228,7 +228,7 @@ def leaves_of(source: Any) -> tuple[Leaves, dict[Key, Any]]:
     """Tensors by key path, and extra state by the path of its module. Raises ValueError for what has no weights."""
     if isinstance(source, nn.Module):
         left_out = not_saved(source)
-        tensors = collect(source, EVERYTHING)
+        tensors = collect(source)
         states = {
             place.path: place.module.get_extra_state()
             for place in walk(source)
@@ -242,7 +242,7 @@ def leaves_of(source: Any) -> tuple[Leaves, dict[Key, Any]]:
         keys = [key for key in source if isinstance(key, str) and key.rpartition(".")[2] == STATE_KEY]
         states = {tuple(key.split("."))[:-1]: source[key] for key in keys}
         source = {key: value for key, value in source.items() if key not in keys} if keys else source
-    return _by_path(collect(source, EVERYTHING)), states
+    return _by_path(collect(source)), states
 
 
 def _by_path(tensors: Mapping[Key, Any]) -> Leaves:

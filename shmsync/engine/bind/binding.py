@@ -36,7 +36,7 @@ from ..source.manifest_check import (
     second_names,
     tied_apart,
 )
-from ..source.sources import EVERYTHING, collect, not_saved
+from ..source.sources import collect, not_saved
 from ..source.wrappers import modules_in, respelled, unwrapped, without
 
 # Kept alive by their Subscriber alone: they hold views, and so the slab.
@@ -315,7 +315,7 @@ def fit_of(
         "but bound weights are read-only. Normalise in the trainer, build the worker's module without max_norm",
     )
     leaves = arena.manifest.by_key
-    found = {(*prefix, *key): tensor for key, tensor in collect(module, EVERYTHING).items()}
+    found = {(*prefix, *key): tensor for key, tensor in collect(module).items()}
     lazy = [".".join(key) for key, each in found.items() if is_lazy(each)]
     if lazy:
         raise ProtocolError(f"{lazy[0]} is not initialised yet, in a lazy module; run it once before binding it")

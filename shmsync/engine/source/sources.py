@@ -38,8 +38,10 @@ class Filter(NamedTuple):
     exclude: tuple[str, ...]
 
     @classmethod
-    def of(cls, include: Patterns, exclude: Patterns) -> Filter:
-        """From what users pass: one pattern, several, or None."""
+    def of(cls, include: Patterns, exclude: Patterns) -> Filter | None:
+        """From what users pass: one pattern, several, or None. None where every leaf counts."""
+        if include is None and not exclude:
+            return None
         return cls(None if include is None else _patterns(include, "include"), _patterns(exclude or (), "exclude"))
 
     def admits(self, name: str) -> bool:
@@ -58,14 +60,6 @@ class Filter(NamedTuple):
             if not any(map(re.compile(translate(pattern)).match, known))
         ]
 
-    @property
-    def filters(self) -> bool:
-        """Does it leave anything out?"""
-        return self.include is not None or bool(self.exclude)
-
-
-EVERYTHING = Filter(None, ())
-
 
 @functools.lru_cache(maxsize=256)
 def _any_of(patterns: tuple[str, ...]) -> Callable[[str], object]:
@@ -83,7 +77,7 @@ def _patterns(patterns: str | Sequence[str], argument: str) -> tuple[str, ...]:
 
 
 def collect(
-    source: Weights, filter: Filter, manifest: Manifest | None = None, *, to_write: bool = False
+    source: Weights, manifest: Manifest | None = None, filter: Filter | None = None, *, to_write: bool = False
 ) -> dict[Key, Any]:
     """Every leaf of `source` that the filter admits, by key path.
 
@@ -116,7 +110,7 @@ def collect(
     return {
         key: value if to_write else as_tensor(value)
         for key, value in respelled(found, known).items()
-        if not filter.filters or filter.admits(".".join(key))
+        if filter is None or filter.admits(".".join(key))
     }
 
 
@@ -185,14 +179,14 @@ def check_keys(tensors: Mapping[Key, Any]) -> None:
         raise ManifestMismatch("these weights cannot be published: " + "; ".join(problems))
 
 
-def manifest_of(weights: Weights, filter: Filter, dtype: Dtypes) -> Manifest:
+def manifest_of(weights: Weights, filter: Filter | None, dtype: Dtypes) -> Manifest:
     """The manifest of a new arena for these weights. Raises ManifestMismatch."""
-    everything = collect(weights, EVERYTHING)
-    tensors = everything
-    if filter.filters:
-        tensors = {key: value for key, value in everything.items() if filter.admits(".".join(key))}
+    tensors = collect(weights)
+    problems = []
+    if filter is not None:
+        problems = filter.idle(".".join(key) for key in tensors)
+        tensors = {key: value for key, value in tensors.items() if filter.admits(".".join(key))}
     check_keys(tensors)
-    problems = filter.idle(".".join(key) for key in everything) if filter.filters else []
     problems += [f"{'.'.join(key)} {reason}" for key, value in tensors.items() if (reason := problem_with(value))]
     if not tensors and not problems:
         problems = ["there is no tensor to publish (after include= and exclude=)"]
@@ -202,7 +196,7 @@ def manifest_of(weights: Weights, filter: Filter, dtype: Dtypes) -> Manifest:
     unsaved = not_saved(weights) if isinstance(weights, nn.Module) else ()
     if type(weights) is dict:  # a state_dict() is an OrderedDict, and its ties are meant
         _warn_of_ties(weights)
-    return Manifest.of(tensors, dtypes=dtypes, filtered=filter.filters, unsaved=unsaved)
+    return Manifest.of(tensors, dtypes=dtypes, filtered=filter is not None, unsaved=unsaved)
 
 
 def _warn_of_ties(weights: Mapping[str, Any]) -> None:

@@ -157,7 +157,7 @@ class PlanCache:
         filter: which leaves of a module count.
     """
 
-    def __init__(self, arena: Arena, name: str, filter: Filter) -> None:
+    def __init__(self, arena: Arena, name: str, filter: Filter | None) -> None:
         self._arena, self._name, self._filter = arena, name, filter
         self._plans: list[CopyPlan] = []
 
@@ -183,7 +183,7 @@ class PlanCache:
 
     def collect(self, source: Weights) -> dict[Key, Any]:
         """The tensors of a source by the arena's keys, not yet checked."""
-        tensors, known = collect(source, self._filter, self._arena.manifest), self._arena.manifest.by_key
+        tensors, known = collect(source, self._arena.manifest, self._filter), self._arena.manifest.by_key
         if isinstance(source, nn.Module):  # buffers that are never saved: an arena made from a state_dict() lacks them
             tensors = without(tensors, not_saved(source).difference(known))
         return without(tensors, second_names(tensors, known))

@@ -53,7 +53,7 @@ class Writer:
     Args:
         weights, name, slots, max_readers, dtype, timeout: those of Publisher, already checked.
         device: where the arena lies; None: in the host's memory.
-        filter: which leaves the arena has.
+        filter: which leaves the arena has; None: all.
 
     Attributes:
         source: what publish() reads when it is given nothing; None when it must be given some.
@@ -74,7 +74,7 @@ class Writer:
         max_readers: int,
         device: Device | None,
         dtype: Dtypes,
-        filter: Filter,
+        filter: Filter | None,
         timeout: float,
     ) -> None:
         self.source: Weights | None = weights

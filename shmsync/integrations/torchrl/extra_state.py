@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from ...engine.source.sources import EVERYTHING, collect
+from ...engine.source.sources import collect
 from ...engine.source.wrappers import walk
 from ...errors import ManifestMismatch
 from ...memory.manifest import Key
@@ -66,7 +66,7 @@ def _plain(state: Any) -> Any:
 
 def flat(tensors: Any) -> dict[str, Any]:
     """Tensors by dotted key."""
-    return {".".join(key): tensor for key, tensor in collect(tensors, EVERYTHING).items()}
+    return {".".join(key): tensor for key, tensor in collect(tensors).items()}
 
 
 @run_plainly

@@ -20,7 +20,7 @@ from ...engine.deadlines import check_worker, deadline_after, slice_until
 from ...engine.outcome import Outcome, Wording, listed
 from ...engine.publisher import Publisher, writer_of
 from ...engine.source.manifest_check import same_bytes
-from ...engine.source.sources import EVERYTHING, collect
+from ...engine.source.sources import collect
 from ...engine.write.acks import RowWait
 from ...errors import ManifestMismatch, WorkerDied
 from ...memory.leftovers import new_name
@@ -62,7 +62,7 @@ class Arena:
         """What to publish here of these weights. Raises ManifestMismatch for extra state without room."""
         tensors, states = extra_state.separate(weights)
         if not strict:
-            found = collect(tensors, EVERYTHING, self.writer.arena.manifest)
+            found = collect(tensors, self.writer.arena.manifest)
             # All of them if none has a place here, so that publishing them is refused.
             tensors = {".".join(key): tensor for key, tensor in found.items() if key in self.by_key} or tensors
             here = extra_state.states_in(self.publisher.weights.get(extra_state.LEAF)) if self.room else {}

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import shmsync
-from shmsync.engine.source.sources import EVERYTHING
 from shmsync.engine.write.writer import Writer
 
 
@@ -78,9 +77,7 @@ def test_names(publisher):
 def test_ranks_that_start_at_once_are_told_to_publish_from_one(publisher, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     source = {"t": torch.ones(1)}
-    late = Writer(
-        source, "unit-test-name", slots=1, max_readers=4, device=None, dtype=None, filter=EVERYTHING, timeout=9
-    )
+    late = Writer(source, "unit-test-name", slots=1, max_readers=4, device=None, dtype=None, filter=None, timeout=9)
     publisher(source, name="unit-test-name")
     with pytest.raises(shmsync.ArenaExists, match="'unit-test-name' is taken: .* publish from one rank"):
         late.open()
