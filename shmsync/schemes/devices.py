@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..errors import ShmSyncError
 from ..memory.devices import named
 
 HOST = "cpu"
@@ -43,15 +42,6 @@ def device_names(given: DeviceChoice, workers: int | None = None) -> list[str | 
             "the host's memory, or give one device for all"
         )
     return names
-
-
-def device_of_arena(policy_device: torch.device | str | int) -> str:
-    """Where the arena lies of a worker whose module is there: on that device, or in the host's memory if it cannot."""
-    wanted = torch.device("cuda", policy_device) if isinstance(policy_device, int) else policy_device
-    try:
-        return _name(wanted)
-    except (ShmSyncError, ValueError, TypeError, ImportError):
-        return HOST
 
 
 def lies_elsewhere(model: nn.Module, device: torch.device) -> bool:

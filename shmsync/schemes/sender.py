@@ -127,11 +127,7 @@ class WeightSender:
         return self._posted is not None
 
     def is_dead(self, worker_idx: int) -> bool:
-        """Has a WorkerDied named this worker, so that sends leave it out?
-
-        Args:
-            worker_idx: the worker's index. Raises ValueError for one that is not registered.
-        """
+        """Has a WorkerDied named this worker, so that sends leave it out? ValueError for one that is not registered."""
         (index,) = chosen_workers([worker_idx], self.worker_ids)
         return bool(getattr(self._links[index], "reported", False))
 
@@ -207,13 +203,7 @@ class WeightSender:
     def send_async(
         self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None
     ) -> int:
-        """Send weights and return at once; wait_async() waits. Raises as send() does, but for what workers do.
-
-        Args:
-            weights: as in send(), and so are worker_ids and timeout.
-            worker_ids: see send().
-            timeout: see send().
-        """
+        """As send(), but returns at once; wait_async() waits, and raises what workers do."""
         deadline = deadline_after(timeout, self.default_timeout)
         with self._one_at_a_time("send_async", deadline):
             self._posted = self._post(self._source(weights), self._chosen(worker_ids), deadline)

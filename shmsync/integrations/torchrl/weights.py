@@ -10,7 +10,8 @@ from tensordict import TensorDictBase
 from torch import nn
 from torchrl.weight_update.utils import _resolve_model
 
-from ...schemes.devices import HOST, device_of_arena
+from ...errors import ShmSyncError
+from ...schemes.devices import HOST, device_names
 from ...schemes.strategy import WeightStrategy
 
 
@@ -96,7 +97,11 @@ def place_of(source: Any, device: Any) -> str:
     if device is None:
         found = {tensor.device for tensor in tensors_of(source)}
         device = found.pop() if len(found) == 1 else HOST
-    return device_of_arena(device)
+    wanted = torch.device("cuda", device) if isinstance(device, int) else device
+    try:
+        return device_names(wanted)[0] or HOST
+    except (ShmSyncError, ValueError, TypeError, ImportError):  # no arena can lie there
+        return HOST
 
 
 def resolve(context: Any, model_id: str) -> Any:
