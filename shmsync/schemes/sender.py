@@ -301,12 +301,7 @@ class WeightSender:
         posted.outcome.check(f"version {posted.version} of {self._model_id!r}", posted.version)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "_scheme": self._scheme,
-            "_strategy": self._strategy,
-            "_model_id": self._model_id,
-            "_version": self._version,
-        }
+        return {name: vars(self)[name] for name in ("_scheme", "_strategy", "_model_id", "_version")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -209,7 +209,13 @@ class Exchange(Posted):
         if transport.request is not None and not transport.request.done():
             return False
         try:
-            return self._begin_next(index, self._take_answer(transport))
+            begun = self.open[index].send(self._take_answer(transport))
+            if begun is WAIT:
+                return False
+            transport.request, transport.exchange = begun, self
+            return True
+        except StopIteration:
+            self.outcome.done.append(index)
         except Dead as dead:
             self.outcome.dead[index] = str(dead)
             transport.node = None  # it may start again elsewhere
@@ -232,19 +238,6 @@ class Exchange(Posted):
                 raise
             return None
         return answer if is_ours else None
-
-    def _begin_next(self, index: int, answer: Any) -> bool:
-        """Give the answer to the worker's steps, and begin the request that they yield. Has anything changed?"""
-        try:
-            begun = self.open[index].send(answer)
-        except StopIteration:
-            self.outcome.done.append(index)
-            del self.open[index]
-            return True
-        if begun is WAIT:
-            return False
-        self.workers[index].request, self.workers[index].exchange = begun, self
-        return True
 
 
 # ---- what the user has
