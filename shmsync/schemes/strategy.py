@@ -229,12 +229,7 @@ def leaves_of(source: Any) -> tuple[Leaves, dict[Key, Any]]:
     if isinstance(source, nn.Module):
         left_out = not_saved(source)
         tensors = collect(source)
-        states = {
-            place.path: place.module.get_extra_state()
-            for place in walk(source)
-            if type(place.module).get_extra_state is not nn.Module.get_extra_state
-        }
-        return {key: tensor for key, tensor in tensors.items() if key not in left_out}, states
+        return {key: tensor for key, tensor in tensors.items() if key not in left_out}, extra_states(source)
     if not isinstance(source, (TensorDictBase, Mapping)):
         raise ValueError(f"weights are a torch.nn.Module, a TensorDict or a dict, not a {type(source).__name__}")
     states = {}
@@ -243,6 +238,12 @@ def leaves_of(source: Any) -> tuple[Leaves, dict[Key, Any]]:
         states = {tuple(key.split("."))[:-1]: source[key] for key in keys}
         source = {key: value for key, value in source.items() if key not in keys} if keys else source
     return _by_path(collect(source)), states
+
+
+def extra_states(module: nn.Module) -> dict[Key, Any]:
+    """What get_extra_state() returns of each module in it that defines that, by path."""
+    mine = ((path, each) for path, each in walk(module) if type(each).get_extra_state is not nn.Module.get_extra_state)
+    return {path: each.get_extra_state() for path, each in mine}
 
 
 def _by_path(tensors: Mapping[Key, Any]) -> Leaves:

@@ -22,7 +22,7 @@ from ...errors import ManifestMismatch
 from ...memory.manifest import Key
 from ...memory.torch_modes import run_plainly
 from ...schemes.messages import dumps
-from ...schemes.strategy import STATE_KEY
+from ...schemes.strategy import STATE_KEY, extra_states
 
 LEAF = "__extra_state__"  # also TorchRL's key, in a TensorDict of weights
 KEY: Key = (LEAF,)
@@ -37,11 +37,7 @@ def separate(weights: Any) -> tuple[Any, States | None]:
     """Split weights into what a Publisher takes and their extra state (None: there is none). Copies nothing."""
     if isinstance(weights, nn.Module):
         if weights not in _stateless:
-            states = {
-                ".".join(place.path): place.module.get_extra_state()
-                for place in walk(weights)
-                if type(place.module).get_extra_state is not nn.Module.get_extra_state
-            }
+            states = {".".join(path): state for path, state in extra_states(weights).items()}
             tensors = flat(weights)
             if states or not tensors:
                 return tensors, states
@@ -91,8 +87,7 @@ def together(tensors: Any, states: States | None, room: int = 0) -> Any:
 
 def states_in(leaf: torch.Tensor) -> States:
     """The extra state that lies in a leaf, by the path of its module."""
-    states: States = pickle.loads(leaf.cpu().numpy().data)
-    return states
+    return pickle.loads(leaf.cpu().numpy().data)
 
 
 def without(weights: TensorDictBase) -> TensorDictBase:
