@@ -196,8 +196,8 @@ class Publisher:
         """`with pub.update() as weights:` — write the new version in place; leaving publishes it.
 
         With slots = 1 nothing is copied, and readers wait meanwhile. An exception in the body leaves the weights half
-        written, and poisons the arena until a full publish(), or a load_state_dict() of all of an adopted module. With
-        more slots the current version is copied to a free slot on entry, and an exception abandons that slot.
+        written, and poisons the arena until a full publish(). With more slots the current version is copied to a
+        free slot on entry, and an exception abandons that slot.
 
         Raises as publish() does: on entry before anything is written, WorkerDied and AckTimeout on leaving.
         """
@@ -303,9 +303,6 @@ class Update:
     """What Publisher.update() returns.
 
     Not traced where an optimizer's step is compiled: only the step is.
-
-    Attributes:
-        repairs: every byte of an adopted module is written inside, so that it may begin with torn weights.
     """
 
     def __init__(self, publisher: Publisher, acks: Acks | None, timeout: float | None) -> None:
@@ -315,7 +312,6 @@ class Update:
         self._acks = acks
         self._timeout = timeout
         self._seconds = 0.0  # spent at the entry
-        self.repairs = False
 
     def __enter__(self) -> TensorDictBase:
         writer, started = self._writer, time.perf_counter()
@@ -333,7 +329,7 @@ class Update:
             writer.lock.release(self)
             raise
         try:
-            weights = writer.begin_update(deadline, self.repairs)
+            weights = writer.begin_update(deadline)
             self._seconds = time.perf_counter() - started
             return weights
         except BaseException:

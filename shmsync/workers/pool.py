@@ -345,7 +345,7 @@ class WorkerQueue(queues.Queue):
             except (ConnectionError, FileNotFoundError, EOFError) as error:  # torch asks the process that has put it
                 raise WorkerDied(
                     "an item of the queue is lost: its tensors went with the worker that had put it, which has ended. "
-                    "Let a worker that returns, or may die, put arrays: tensor.numpy() of what it keeps no more"
+                    "Let a worker that returns, or may die, put arrays: tensor.numpy()"
                 ) from error
             if not running:
                 raise ProtocolError(

@@ -11,7 +11,6 @@ from torch.distributed import HashStore
 import shmsync
 from shmsync import DistributedTransport, DistributedWeightSyncScheme, RPCTransport, RPCWeightSyncScheme
 from shmsync.schemes.remote.packing import Packer
-from shmsync.schemes.remote.rpc import InPieces
 from support.calls import naming
 from support.conformance.nets import Stamped
 from support.conformance.rigs import rigs
@@ -154,13 +153,13 @@ def test_receive_raises_when_the_trainer_that_has_the_store_died(fleet):
     assert group.look() == [(1, 1)]
 
 
-def test_weights_of_several_pieces_arrive_as_they_were_sent_by_rpc():
+def test_weights_of_several_pieces_arrive_as_they_were_sent():
     large, small = torch.randn(1000, 3000), torch.randn(7)
     sent = {"first": small, "a": large, "b": large.t(), "none": torch.empty(0, 3), "tied": small, "c": large.int()}
     packed = Packer().pack(sent, "policy", 3)
-    _, (_, _, *pieces) = InPieces(packed).__reduce__()
+    _, (_, _, *pieces) = packed.__reduce__()
     assert len(pieces) == 4 and all(piece.untyped_storage().nbytes() == piece.nbytes for piece in pieces)
-    received = pickle.loads(pickle.dumps(InPieces(packed)))
+    received = pickle.loads(pickle.dumps(packed))
     assert received.label == packed.label and received.keys() == sent.keys()
     assert all(torch.equal(received[name], tensor) for name, tensor in sent.items())
     assert received["first"].data_ptr() == received["tied"].data_ptr()

@@ -81,7 +81,8 @@ class Binding(_native.Follower):
         devices = {tensor.device: tensor for tensor in self.buffers if tensor.device.type not in ("cpu", "meta")}
         self._devices = [(holding(tensor), device) for device, tensor in devices.items()]
         self._crossing: Crossing | None = None
-        self._of_buffers, self._of_views = references_to(self.buffers), list[Any]()  # which moves look at
+        self._buffer_references = references_to(self.buffers)
+        self._view_references: list[Any] = []
         _made.add(self)
 
     def _first_place(self, modules: Iterable[nn.Module]) -> tuple[dict[str, Any], str]:
@@ -124,7 +125,7 @@ class Binding(_native.Follower):
         """From the next move() on, show this arena, which has the same leaves."""
         self._arena = arena
         self.forget()
-        self._of_views.clear()
+        self._view_references.clear()
 
     def prepare(self) -> None:
         """Put buffers back that were replaced, before anything moves.
@@ -155,7 +156,8 @@ class Binding(_native.Follower):
             address = self._arena.readonly_address(slot) if on_host else 0
             views = [made[key] for key in self._viewed_keys]
             self.learn(slot, views, address)
-            self._of_views += references_to(views) if self._arena.slots > 1 else ()
+            if self._arena.slots > 1:  # each version points the parameters at other ones
+                self._view_references += references_to(views)
         self.show(slot)
         if self.copied or self._empty:
             self._renew_copies(slot)

@@ -272,14 +272,21 @@ class Adoption:
         names = (prefix + name for name, tensor in module._parameters.items() if id(tensor) in own)
         return next((name for name in names if name in state_dict), None)
 
-    def load(self, module: nn.Module, run: Callable[[], R]) -> R:
-        """What run(), which loads into this module of the source, returns: as a version, or with everything as it was.
+    def load(self, run: Callable[[], R]) -> R:
+        """What run(), which loads into the source, returns: as a version, or with everything as it was.
 
-        After an update() that failed, a load of every tensor of the source repairs the arena, as a publish() does.
+        After an update() that failed nobody reads, so it writes into the slab; the publish() that repairs takes it.
         """
         publisher = self._publisher()
         if self._loading == threading.get_ident() or publisher is None:
             return run()
+        if publisher._writer.native.poisoned and not self._inside():
+            with publisher._writer.lock:  # no other thread repairs meanwhile
+                self._loading = threading.get_ident()
+                try:
+                    return run()
+                finally:
+                    self._loading = None
         stores: list[dict[str, Any]] = [
             store for each in modules_in(self.source) for store in (each._parameters, each._buffers)
         ]
@@ -293,8 +300,6 @@ class Adoption:
             copies: dict[int, torch.Tensor] = {}
             private = [copies.setdefault(view.data_ptr(), view.clone()) for _, view in placed]
             _native.set_data([tensor for tensor, _ in placed], private)
-            writes = [tensor._version if counts_changes(tensor) else None for tensor, _ in placed]
-        self._references.clear()  # torch swaps no tensor that it refers to, and a load may swap
         self._loading = threading.get_ident()
         try:
             result = run()
@@ -302,16 +307,9 @@ class Adoption:
                 kept = {id(tensor) for store in stores for tensor in store.values()}
                 pairs = zip(placed, private, strict=True)
                 loaded = [pair for pair, copy in pairs if id(pair[0]) in kept and _shows(pair[0], copy)]
-                written = (
-                    id(tensor) not in kept or (before_it is not None and tensor._version != before_it)
-                    for (tensor, _), before_it in zip(placed, writes, strict=True)
-                )
-                whole = module is self.source and not getattr(result, "missing_keys", [""]) and all(written)
                 _native.set_data([tensor for tensor, _ in loaded], [view for _, view in loaded])
             self.watch_next()  # it has written into private copies
-            update = publisher.update()
-            update.repairs = whole
-            with nullcontext() if self._inside() else update:
+            with nullcontext() if self._inside() else publisher.update():
                 if isinstance(plan := self.plan(), Placement):  # now: what the body writes next comes later
                     plan.apply()
                 with plainly():
@@ -330,7 +328,6 @@ class Adoption:
             raise
         finally:
             self._loading = None
-            self._references = references_to(self._placed.values())
             self.watch_next()
 
 
@@ -376,7 +373,7 @@ class _Loading(Proxy):
         if adoption is None:  # its Publisher is gone
             return self.inner(state_dict, *args, **kwargs)
         if self.method == "load_state_dict":
-            return adoption.load(self.module, lambda: self.inner(state_dict, *args, **kwargs))
+            return adoption.load(lambda: self.inner(state_dict, *args, **kwargs))
         if (name := adoption.refuses_load(self.module, state_dict, args[0] if args else "")) is not None:
             raise ProtocolError(
                 f"load_state_dict() of a module around the adopted one would write parameters such as {name} outside "

@@ -271,7 +271,7 @@ class Writer:
         if self.native.poisoned:
             cure = "with all weights, or without an argument for those that the Publisher was made of"
             if self.adopted is not None:
-                cure = "without an argument: it takes what is adopted as it is now, or load_state_dict() with all of it"
+                cure = "without an argument: it takes the adopted module as it is now; load good weights into it before"
             raise Poisoned(
                 f"update() to version {self.next_version} of arena {self.name!r} failed half way, so this would leave "
                 f"torn weights; call publish() first, {cure}",
@@ -280,10 +280,9 @@ class Writer:
 
     # ---- update()
 
-    def begin_update(self, deadline: float, repairs: bool) -> TensorDictBase:
+    def begin_update(self, deadline: float) -> TensorDictBase:
         """Get a slot that has the current version, to be written in place; its weights. For Update, after ready()."""
-        if not repairs:
-            self.refuse_poisoned()
+        self.refuse_poisoned()
         if self.workers.watch is not None:
             self.workers.watch.before_write()
         plan = None

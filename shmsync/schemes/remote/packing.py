@@ -26,6 +26,8 @@ from ...memory.segment import Handle
 from ...memory.torch_modes import run_plainly
 from ..strategy import STATE_KEY, leaves_of, refuse_odd
 
+_PIECE = 8 << 20  # bytes; a larger leaf is a piece of its own
+
 
 class Label(NamedTuple):
     """Which weights these are."""
@@ -51,13 +53,26 @@ class WeightsDict(dict[str, Any]):
 
 
 class PackedWeights:
-    """Weights in a buffer. Unpickles as the weights themselves: views of the received buffer, with `.label`."""
+    """Weights in a buffer. Unpickles as the weights themselves, with `.label`: views of what was received.
+
+    It is pickled in pieces. An engine makes memory for each tensor that comes, and what is larger than 32 MB the system
+    maps anew for each send, page by page, which takes as long as the bytes do.
+    """
 
     def __init__(self, label: Label, manifest: Manifest, buffer: torch.Tensor) -> None:
         self.label, self.manifest, self.buffer = label, manifest, buffer
 
+    @run_plainly
     def __reduce__(self) -> tuple[Any, ...]:
-        return unpack, (self.label, self.manifest, self.buffer)
+        starts = [0]
+        for offset, size in sorted(self.manifest.places.items()):
+            if starts[-1] < offset and offset + size - starts[-1] > _PIECE:
+                starts.append(offset)
+        pieces = [self.buffer]
+        if len(starts) > 1:  # each has its own storage: RPC clones a tensor that is a small part of one
+            spans, memory = zip(starts, [*starts[1:], self.buffer.nbytes], strict=True), self.buffer.numpy()
+            pieces = [torch.frombuffer(memory, dtype=torch.uint8, offset=a, count=b - a) for a, b in spans]
+        return unpack, (self.label, self.manifest, *pieces)
 
 
 @run_plainly

@@ -1,7 +1,7 @@
 """Weights for workers of torch.distributed.rpc.
 
 A send is one rpc_async() for each worker, which runs `collector_class.update_policy_weights_(rref, weights)` there; the
-weights travel as its argument, as a few tensors (InPieces). The call's future is the answer: it is there when that
+weights travel as its argument, in some pieces (packing.py). The call's future is the answer: it is there when that
 method has returned. What the agent reports of a dead worker is raised as WorkerDied.
 """
 
@@ -15,12 +15,8 @@ from typing_extensions import override
 
 from ...engine.outcome import Failure
 from ...errors import ProtocolError
-from ...memory.torch_modes import run_plainly
 from ..context import Arguments
 from .base import Dead, Failed, RemoteScheme, RemoteTransport
-from .packing import PackedWeights, unpack
-
-_PIECE = 8 << 20  # bytes; a larger leaf is a piece of its own
 
 
 class RPCWeightSyncScheme(RemoteScheme):
@@ -78,10 +74,6 @@ class RPCTransport(RemoteTransport):
         return self.info is not None and self.rref is not None
 
     @override
-    def wrap(self, packed: PackedWeights) -> Any:
-        return InPieces(packed)
-
-    @override
     def start(self, content: Any) -> futures.Future[Any]:
         from torch.distributed import rpc
 
@@ -119,30 +111,6 @@ class RPCTransport(RemoteTransport):
         from torch.distributed import rpc
 
         return bool(rpc.is_available() and rpc.api._is_current_rpc_agent_set())
-
-
-class InPieces:
-    """Packed weights for the agent, in several tensors. Unpickle as the weights, with their label.
-
-    The agent makes memory for each tensor that comes. What is larger than 32 MB the system maps anew, page by page, for
-    each send, and that takes as long as the bytes do.
-    """
-
-    def __init__(self, packed: PackedWeights) -> None:
-        self._packed = packed
-
-    @run_plainly
-    def __reduce__(self) -> tuple[Any, ...]:
-        label, manifest, buffer = self._packed.label, self._packed.manifest, self._packed.buffer
-        starts = [0]
-        for offset, size in sorted(manifest.places.items()):
-            if starts[-1] < offset and offset + size - starts[-1] > _PIECE:
-                starts.append(offset)
-        pieces = [buffer]
-        if len(starts) > 1:  # each has its own storage: the agent clones a tensor that is a small part of one
-            spans, memory = zip(starts, [*starts[1:], buffer.nbytes], strict=True), buffer.numpy()
-            pieces = [torch.frombuffer(memory, dtype=torch.uint8, offset=a, count=b - a) for a, b in spans]
-        return unpack, (label, manifest, *pieces)
 
 
 def run_there(method: Any, rref: Any, weights: Any) -> Failure | None:

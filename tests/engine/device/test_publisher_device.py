@@ -167,9 +167,4 @@ def test_a_module_is_adopted_on_a_device(two):
         with pub.update(wait=[]), torch.no_grad():
             net.weight.fill_(5)
         assert seen(sub)["weight"] == {5.0}
-        assert set(pub.weights["weight"].flatten().tolist()) == {5.0}
-        state = {key: torch.full_like(tensor, 6.0) for key, tensor in net.state_dict().items()}
-        net.load_state_dict(state, assign=True)
-        assert pub.publish(wait=[]) == 4
-        assert seen(sub)["weight"] == {6.0}
-    assert set(net.weight.flatten().tolist()) == {6.0}
+    assert set(net.weight.flatten().tolist()) == {5.0}

@@ -181,21 +181,3 @@ def test_leaves_that_were_one_tensor_and_are_two_are_refused(publisher):
     module[1].weight = nn.Parameter(module[0].weight.detach().clone())
     with pytest.raises(shmsync.ManifestMismatch, match="one tensor in the arena but two in the module"), pub.update():
         pass
-
-
-def test_a_swapped_parameter_is_published_and_torch_swaps_no_adopted_one(both):
-    module, swap = Policy(), torch.utils.swap_tensors
-    pub, sub = both(module)
-    swap(module.lin.weight, nn.Parameter(torch.full((3, 3), 5.0)))
-    pub.publish()
-    assert_current(sub, module)
-    pub.adopt(module)
-    with pytest.raises(RuntimeError, match="use_count of t1"):
-        swap(module.lin.weight, nn.Parameter(torch.full((3, 3), 6.0)))
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        module.load_state_dict({key: t.clone() + 1 for key, t in module.state_dict().items()})
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    assert_current(sub, module)
-    assert (module.lin.weight == 6).all()
